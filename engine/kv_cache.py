@@ -1,0 +1,89 @@
+"""Which blocks of the paged KV cache belong to whom. The tensors themselves are the executor's."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+class BlockManager:
+    """Hands out KV blocks to slots (running sequences) and takes them back.
+
+    ``block_table`` is int32 ``[max_num_seqs, max_blocks_per_seq]``: row ``slot`` lists the blocks of the
+    sequence that holds the slot, in token order; entries past its length are stale. Blocks are reused last
+    freed first, so the used ones stay at the low end of the pool.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+        for name, value in (
+            ("num_blocks", num_blocks),
+            ("block_size", block_size),
+            ("max_num_seqs", max_num_seqs),
+            ("max_blocks_per_seq", max_blocks_per_seq),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.block_table: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
+        self._free_blocks = list(range(num_blocks - 1, -1, -1))
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._num_held = [0] * max_num_seqs
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free_blocks)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks held by running sequences."""
+        return self.num_blocks - len(self._free_blocks)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that may still be admitted."""
+        return len(self._free_slots)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, num_tokens: int) -> int:
+        """Take a slot and the blocks for ``num_tokens``; returns the slot.
+
+        Raises ValueError when no slot is free or the blocks do not suffice; ask ``num_free`` first.
+        """
+        if not self._free_slots:
+            raise ValueError("no free slot: max_num_seqs sequences run already")
+        slot = self._free_slots.pop()
+        try:
+            self._take(slot, self.blocks_for(num_tokens))
+        except ValueError:
+            self._free_slots.append(slot)
+            raise
+        return slot
+
+    def append_block(self, slot: int) -> bool:
+        """Give ``slot`` one more block; False when none is free."""
+        if not self._free_blocks:
+            return False
+        self._take(slot, 1)
+        return True
+
+    def free(self, slot: int) -> None:
+        """Take back the slot and all its blocks."""
+        held = self._num_held[slot]
+        self._free_blocks.extend(self.block_table[slot, :held][::-1].tolist())
+        self._num_held[slot] = 0
+        self._free_slots.append(slot)
+
+    def _take(self, slot: int, count: int) -> None:
+        held = self._num_held[slot]
+        if count > len(self._free_blocks):
+            raise ValueError(f"{count} KV blocks asked for, {len(self._free_blocks)} are free")
+        if held + count > self.block_table.shape[1]:
+            raise ValueError(f"slot {slot} would hold {held + count} blocks, the table has {self.block_table.shape[1]}")
+        self.block_table[slot, held : held + count] = self._free_blocks[: -count - 1 : -1]
+        del self._free_blocks[len(self._free_blocks) - count :]
+        self._num_held[slot] = held + count

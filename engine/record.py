@@ -1,0 +1,142 @@
+"""What an engine run leaves behind: one row an iteration, one a request, and the time of every token."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from .config import EngineConfig
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iterations:
+    """Columns, one entry an iteration: ``start_s`` and ``duration_s`` on the run's clock, ``model_s`` of it in the
+    model, token counts (``num_tokens = num_decodes + num_prefill_tokens``), requests served, KV blocks in use
+    during the iteration, and sequences preempted to make it possible."""
+
+    start_s: FloatArray
+    duration_s: FloatArray
+    model_s: FloatArray
+    num_tokens: IntArray
+    num_decodes: IntArray
+    num_prefill_tokens: IntArray
+    num_requests: IntArray
+    kv_blocks_used: IntArray
+    num_preemptions: IntArray
+
+    def __len__(self) -> int:
+        return len(self.start_s)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row an iteration, columns as named here."""
+        return pd.DataFrame({column.name: getattr(self, column.name) for column in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """Columns, one entry a request of the workload, in its order.
+
+    ``status``: ``finished``, ``rejected_model_len``, ``rejected_kv``, or ``unfinished`` when the run was
+    stopped. ``num_generated`` tokens were produced; ``first_scheduled_s`` is NaN for one never scheduled.
+    """
+
+    arrival_s: FloatArray
+    prompt_tokens: IntArray
+    output_tokens: IntArray
+    first_scheduled_s: FloatArray
+    num_generated: IntArray
+    num_preemptions: IntArray
+    status: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """One run of the engine.
+
+    ``token_request`` and ``token_s`` give, for every generated token in order of time, the request's index
+    in the workload and the time it came. ``overhead_s`` is the host time outside the model (scheduling,
+    building the batch, records). ``stopped`` says why a run ended early, None when it ran to its end.
+    ``outputs`` holds the generated ids by request, empty where the device is modelled.
+    """
+
+    config: EngineConfig
+    num_kv_blocks: int
+    device: Mapping[str, str | int | float]
+    workload: str
+    saturated: bool
+    iterations: Iterations
+    requests: Requests
+    token_request: IntArray
+    token_s: FloatArray
+    overhead_s: float
+    stopped: str | None = None
+    outputs: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds during which the engine had work: the sum over iterations, idle gaps left out."""
+        return float(self.iterations.duration_s.sum())
+
+    def count_status(self, status: str) -> int:
+        """Requests that ended with ``status``."""
+        return self.requests.status.count(status)
+
+    def request_frame(self) -> pd.DataFrame:
+        """One row a request; ``token_s`` lists the times of its tokens."""
+        frame = pd.DataFrame({column.name: getattr(self.requests, column.name) for column in fields(self.requests)})
+        order = np.argsort(self.token_request, kind="stable")
+        counts = np.bincount(self.token_request, minlength=len(self.requests))
+        times = np.split(self.token_s[order], np.cumsum(counts)[:-1])
+        frame["token_s"] = pd.Series(times, index=frame.index, dtype=object)
+        return frame
+
+
+@dataclass(slots=True)
+class RecordBuilder:
+    """Collects a run's rows cheaply while it goes on (typed arrays: 8 bytes a number)."""
+
+    start_s: array[float] = field(default_factory=lambda: array("d"))
+    duration_s: array[float] = field(default_factory=lambda: array("d"))
+    model_s: array[float] = field(default_factory=lambda: array("d"))
+    num_decodes: array[int] = field(default_factory=lambda: array("q"))
+    num_prefill_tokens: array[int] = field(default_factory=lambda: array("q"))
+    num_requests: array[int] = field(default_factory=lambda: array("q"))
+    kv_blocks_used: array[int] = field(default_factory=lambda: array("q"))
+    num_preemptions: array[int] = field(default_factory=lambda: array("q"))
+    num_emitted: array[int] = field(default_factory=lambda: array("q"))
+    token_request: array[int] = field(default_factory=lambda: array("q"))
+
+    def iterations(self) -> Iterations:
+        """The columns so far."""
+        decodes = np.array(self.num_decodes, dtype=np.int64)
+        prefill = np.array(self.num_prefill_tokens, dtype=np.int64)
+        return Iterations(
+            start_s=np.array(self.start_s),
+            duration_s=np.array(self.duration_s),
+            model_s=np.array(self.model_s),
+            num_tokens=decodes + prefill,
+            num_decodes=decodes,
+            num_prefill_tokens=prefill,
+            num_requests=np.array(self.num_requests, dtype=np.int64),
+            kv_blocks_used=np.array(self.kv_blocks_used, dtype=np.int64),
+            num_preemptions=np.array(self.num_preemptions, dtype=np.int64),
+        )
+
+    def tokens(self) -> tuple[IntArray, FloatArray]:
+        """Request index and time of every token: a token comes at the end of its iteration."""
+        ends = np.array(self.start_s) + np.array(self.duration_s)
+        return (
+            np.array(self.token_request, dtype=np.int64),
+            np.repeat(ends, np.array(self.num_emitted, dtype=np.int64)),
+        )
