@@ -23,7 +23,8 @@ class DeviceLimits:
     """What one GPU can hold. On AMD read SM as CU, CTA as workgroup, warp as wavefront, shared memory as LDS.
 
     ``registers_per_sm`` counts 32-bit registers of single lanes. Every SM has four partitions, each with its
-    own quarter of the registers and warps.
+    own quarter of the registers and warps. ``mma_per_sm_clock`` is the peak rate of dense 16-bit matrix
+    multiply-adds (peak FLOP/s of the data sheet / 2 / SMs / boost clock).
     """
 
     name: str
@@ -38,6 +39,7 @@ class DeviceLimits:
     register_unit_per_warp: int
     max_warps_per_sm: int
     max_ctas_per_sm: int
+    mma_per_sm_clock: int
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
@@ -53,7 +55,9 @@ class DeviceLimits:
 PARTITIONS_PER_SM = 4
 
 
-def _nvidia(name: str, arch: str, num_sms: int, shared_per_sm_kib: int, max_warps: int, max_ctas: int) -> DeviceLimits:
+def _nvidia(
+    name: str, arch: str, num_sms: int, shared_per_sm_kib: int, max_warps: int, max_ctas: int, mma: int
+) -> DeviceLimits:
     return DeviceLimits(
         name=name,
         arch=arch,
@@ -67,16 +71,17 @@ def _nvidia(name: str, arch: str, num_sms: int, shared_per_sm_kib: int, max_warp
         register_unit_per_warp=256,
         max_warps_per_sm=max_warps,
         max_ctas_per_sm=max_ctas,
+        mma_per_sm_clock=mma,
     )
 
 
 _ALL = (
-    _nvidia("a100_sxm", "sm_80", 108, 164, 64, 32),
-    _nvidia("l40s", "sm_89", 142, 100, 48, 24),
-    _nvidia("h100_sxm", "sm_90", 132, 228, 64, 32),
-    _nvidia("h100_pcie", "sm_90", 114, 228, 64, 32),
-    _nvidia("h200_sxm", "sm_90", 132, 228, 64, 32),
-    _nvidia("b200_sxm", "sm_100", 148, 228, 64, 32),
+    _nvidia("a100_sxm", "sm_80", 108, 164, 64, 32, 1024),
+    _nvidia("l40s", "sm_89", 142, 100, 48, 24, 256),
+    _nvidia("h100_sxm", "sm_90", 132, 228, 64, 32, 2048),
+    _nvidia("h100_pcie", "sm_90", 114, 228, 64, 32, 2048),
+    _nvidia("h200_sxm", "sm_90", 132, 228, 64, 32, 2048),
+    _nvidia("b200_sxm", "sm_100", 148, 228, 64, 32, 4096),
     DeviceLimits(
         name="mi300x",
         arch="gfx942",
@@ -90,6 +95,7 @@ _ALL = (
         register_unit_per_warp=8 * 64,
         max_warps_per_sm=32,
         max_ctas_per_sm=16,
+        mma_per_sm_clock=1024,
     ),
 )
 

@@ -10,7 +10,9 @@ Pure arithmetic: importing this module imports neither torch nor triton.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from .gpus import DeviceLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +48,31 @@ def _config(block_m: int, block_n: int, block_k: int, num_warps: int, num_stages
     return TileConfig(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
 
 
-#: What the GEMM may use with 16-bit and fp8 operands. The 16- and 32-row tiles serve decode batches: few
-#: rows, so a long K step and many stages keep weight loads in flight. From 64 rows up the tile grows with the
-#: work available.
+#: What the GEMM may use with 16-bit operands. The 16- and 32-row tiles serve decode batches: few rows, so
+#: many stages keep weight loads in flight. From 64 rows up the tile grows with the work available. The two
+#: largest come with a short K step too, for MMA units that take their operands from registers.
 GEMM_CONFIGS: tuple[TileConfig, ...] = (
     _config(16, 64, 128, 4, 4),
     _config(16, 128, 128, 4, 3),
-    _config(32, 64, 128, 4, 4),
+    _config(32, 64, 64, 4, 5),
+    _config(32, 128, 64, 4, 4),
     _config(64, 64, 64, 4, 4),
     _config(64, 128, 64, 4, 4),
+    _config(64, 256, 64, 8, 3),
     _config(128, 64, 64, 4, 4),
     _config(128, 128, 64, 8, 3),
+    _config(128, 256, 32, 8, 4),
     _config(128, 256, 64, 8, 3),
+    _config(256, 128, 32, 8, 4),
     _config(256, 128, 64, 8, 3),
+)
+
+#: What the GEMM may use with fp32 operands, which are multiplied without tensor cores (no tf32 rounding).
+GEMM_CONFIGS_FP32: tuple[TileConfig, ...] = (
+    _config(16, 64, 32, 4, 3),
+    _config(32, 64, 32, 4, 3),
+    _config(64, 64, 16, 4, 3),
+    _config(128, 64, 16, 8, 3),
 )
 
 #: Below this BLOCK_M the GEMM is bound by reading the weights, so one more row of tiles costs nothing
@@ -168,3 +182,80 @@ def tile_edges(max_tokens: int, block_sizes: Iterable[int] = EDGE_BLOCK_SIZES) -
         raise ValueError("block_sizes: must hold at least one size")
     _require_positive(block_sizes=sizes[0])
     return sorted({edge for size in sizes for edge in range(size, max_tokens + 1, size)})
+
+
+#: L2 bytes that one SM gets per clock: about 5,120 B/clk over 108 SMs on A100, 5.5 TB/s over 132 on H100.
+L2_BYTES_PER_SM_CLOCK = 40
+
+#: AMD's compiler double-buffers in registers: two stages are one LDS buffer and one in flight.
+MAX_STAGES_HIP = 2
+
+
+def gemm_configs(element_bytes: int, vendor: str = "cuda") -> tuple[TileConfig, ...]:
+    """Every declared tile configuration for operands of 1 (fp8), 2 or 4 bytes, as the launcher would use it.
+
+    A K step keeps its width in bytes, so fp8 takes twice the elements; on ``hip`` the stages are capped.
+    """
+    if element_bytes not in (1, 2, 4):
+        raise ValueError(f"element_bytes={element_bytes}: must be 1, 2 or 4")
+    configs = GEMM_CONFIGS_FP32 if element_bytes == 4 else GEMM_CONFIGS
+    if element_bytes == 1:
+        configs = tuple(replace(cfg, block_k=2 * cfg.block_k) for cfg in configs)
+    if vendor == "hip":
+        configs = tuple(replace(cfg, num_stages=min(cfg.num_stages, MAX_STAGES_HIP)) for cfg in configs)
+    return configs
+
+
+def gemm_shared_bytes(cfg: TileConfig, element_bytes: int, limits: DeviceLimits) -> int:
+    """Shared memory of the pipeline, an upper bound of what the compiler takes.
+
+    Stages of one x tile and one w tile each. Where MMA reads its operands from registers (before sm_90, and
+    AMD) the stage being consumed needs no buffer.
+    """
+    buffers = cfg.num_stages if _mma_reads_shared(limits) else max(cfg.num_stages - 1, 1)
+    return buffers * (cfg.block_m + cfg.block_n) * cfg.block_k * element_bytes
+
+
+def _mma_reads_shared(limits: DeviceLimits) -> bool:
+    return limits.arch in ("sm_90", "sm_100")
+
+
+def default_gemm_configs(limits: DeviceLimits, element_bytes: int) -> tuple[TileConfig, ...]:
+    """Configurations that the launcher chooses from on a device: they fit it and do not spill.
+
+    On NVIDIA before sm_90 the operands of a K step live in registers beside the accumulator, and a 128x256
+    tile leaves room for 64 bytes of K at most. The compile matrix (`inspect`) checks both rules.
+    """
+    register_bound = limits.vendor == "cuda" and not _mma_reads_shared(limits)
+    return tuple(
+        cfg
+        for cfg in gemm_configs(element_bytes, limits.vendor)
+        if gemm_shared_bytes(cfg, element_bytes, limits) <= limits.max_shared_per_cta_bytes
+        and not (register_bound and cfg.block_m * cfg.block_n >= 128 * 256 and cfg.block_k * element_bytes > 64)
+    )
+
+
+def tile_clocks(cfg: TileConfig, k: int, element_bytes: int, limits: DeviceLimits) -> float:
+    """Clocks that one tile keeps an SM busy: its multiply-adds at peak plus its operands at L2 speed.
+
+    A rough model whose only use is to rank configurations; nothing is predicted from it.
+    """
+    rate = limits.mma_per_sm_clock * (2 / element_bytes)
+    load = (cfg.block_m + cfg.block_n) * element_bytes / L2_BYTES_PER_SM_CLOCK
+    return k * (cfg.block_m * cfg.block_n / rate + load)
+
+
+def select_config(m: int, n: int, k: int, limits: DeviceLimits, element_bytes: int) -> TileConfig:
+    """The tile configuration to use for an m x n x k GEMM on a device.
+
+    The one that keeps the busiest SM occupied shortest, ceil(tiles / SMs) * `tile_clocks`; of equals the one
+    that computes the least padding, then the longest K step.
+    """
+    _require_positive(m=m, n=n)
+
+    def cost(cfg: TileConfig) -> tuple[float, int, int]:
+        tiles = num_tiles(m, n, cfg)
+        busiest = _ceil_div(tiles, limits.num_sms) * tile_clocks(cfg, max(k, 1), element_bytes, limits)
+        return busiest, tiles * cfg.block_m * cfg.block_n, -cfg.block_k
+
+    return min(default_gemm_configs(limits, element_bytes), key=cost)
