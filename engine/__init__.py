@@ -4,25 +4,61 @@ from .config import POLICY_NAMES, EngineConfig
 from .engine import Engine, Monitor, Progress
 from .executor import Executor, NonFiniteLogitsError, OutOfMemoryError, StepResult
 from .kv_cache import BlockManager
+from .metrics import (
+    SLO,
+    TBT_QUANTILE_LEVELS,
+    Distribution,
+    Metrics,
+    compute_metrics,
+    tbt_gaps,
+    tbt_quantiles_ms,
+)
+from .pipeline import PIPELINE_STAGES, PipelineResult, replay
+from .presets import PRESETS, preset_workload
 from .record import Iterations, Requests, RunRecord
 from .request import Batch, Request, Sequence, Workload
+from .slo import SLO_MULTIPLES, ReferenceDecode, reference_decode, resolve_slo, sound_stop
+from .traces import TRACE_FORMATS, load_prompts, load_trace
+from .workload import ARRIVAL_KINDS, assign_arrivals
 
 __all__ = [
+    "ARRIVAL_KINDS",
+    "PIPELINE_STAGES",
     "POLICY_NAMES",
+    "PRESETS",
+    "SLO",
+    "SLO_MULTIPLES",
+    "TBT_QUANTILE_LEVELS",
+    "TRACE_FORMATS",
     "Batch",
     "BlockManager",
+    "Distribution",
     "Engine",
     "EngineConfig",
     "Executor",
     "Iterations",
+    "Metrics",
     "Monitor",
     "NonFiniteLogitsError",
     "OutOfMemoryError",
+    "PipelineResult",
     "Progress",
+    "ReferenceDecode",
     "Request",
     "Requests",
     "RunRecord",
     "Sequence",
     "StepResult",
     "Workload",
+    "assign_arrivals",
+    "compute_metrics",
+    "load_prompts",
+    "load_trace",
+    "preset_workload",
+    "reference_decode",
+    "replay",
+    "resolve_slo",
+    "sound_stop",
+    "tbt_gaps",
+    "tbt_quantiles_ms",
 ]

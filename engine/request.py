@@ -47,7 +47,8 @@ class Workload:
 
     ``num_dropped`` rows could not be served (no prompt or no output tokens, or longer than allowed);
     ``num_clipped`` were shortened. ``saturated`` says that every request is there at time 0, so that
-    scheduling delay measures the queue and not the system. ``source`` says where the requests come from.
+    scheduling delay measures the queue and not the system. ``source`` says where the requests come from;
+    ``has_arrivals`` is False where that has no clock (every arrival is 0 until ``assign_arrivals`` gives one).
     """
 
     name: str
@@ -56,6 +57,7 @@ class Workload:
     num_dropped: int = 0
     num_clipped: int = 0
     notes: tuple[str, ...] = ()
+    has_arrivals: bool = True
     saturated: bool = field(init=False)
 
     def __post_init__(self) -> None:

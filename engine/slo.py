@@ -1,0 +1,191 @@
+"""The SLO: its words, the reference decode iteration that they are multiples of, and when a run has lost it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from math import floor
+from time import perf_counter
+
+import numpy as np
+
+from .config import EngineConfig
+from .engine import Monitor, Progress
+from .executor import Executor
+from .kv_cache import BlockManager
+from .metrics import SLO
+from .request import Batch, Request, Sequence, Workload
+
+#: The reference decode iteration: this many decodes at this many tokens of context.
+REFERENCE_NUM_SEQS = 32
+REFERENCE_CONTEXT_TOKENS = 4096
+
+#: Multiples of the reference decode iteration (Sarathi-Serve, OSDI'24, section 5).
+SLO_MULTIPLES = {"strict": 5.0, "relaxed": 25.0}
+
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)")
+_UNIT_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceDecode:
+    """The reference decode iteration: median of ``duration_s`` over repeats, ``spread_s`` their range (max - min), and
+    what ran: ``num_seqs`` decodes at ``context_tokens`` each. ``note`` says where it differs from 32 at 4096, and why.
+    """
+
+    duration_s: float
+    spread_s: float
+    num_seqs: int
+    context_tokens: int
+    note: str
+
+
+def reference_decode(
+    executor: Executor, config: EngineConfig, *, num_repeats: int = 9, num_warmup: int = 3
+) -> ReferenceDecode:
+    """Time one iteration of 32 decodes at 4096 tokens of context on ``executor``, or the nearest that fits.
+
+    The context shrinks to the model's longest, to ``config.max_model_len``, and to what the KV cache holds for 32
+    requests (``config.num_kv_blocks``, else what the executor's memory gives); the requests become fewer only when the
+    cache has fewer blocks than 32. The KV cache is not filled first: time does not depend on the values, so the
+    executor's fresh cache must hold finite ones. Warm-up iterations are not counted.
+    Raises ValueError when ``num_repeats`` is below 1; OutOfMemoryError when the device holds no KV block.
+    """
+    if num_repeats < 1:
+        raise ValueError(f"num_repeats={num_repeats}: must be at least 1")
+    num_seqs, context_tokens, reasons = _fit_reference(executor, config)
+    run_config, kv = _reference_cache(config, num_seqs, context_tokens)
+    executor.start(run_config, kv)
+    batch = Batch([_decode_at(index, context_tokens, executor, kv, config.seed) for index in range(num_seqs)])
+    for _ in range(num_warmup):
+        executor.execute(batch)
+    durations_s = [_timed(executor, batch) for _ in range(num_repeats)]
+    wanted = f"{REFERENCE_NUM_SEQS} decodes at {REFERENCE_CONTEXT_TOKENS} tokens of context"
+    ran = f"{num_seqs} decodes at {context_tokens} tokens of context"
+    return ReferenceDecode(
+        duration_s=float(np.median(durations_s)),
+        spread_s=max(durations_s) - min(durations_s),
+        num_seqs=num_seqs,
+        context_tokens=context_tokens,
+        note=wanted if not reasons else f"{ran}, the nearest to {wanted} that fits ({'; '.join(reasons)})",
+    )
+
+
+def resolve_slo(
+    text: str, reference: ReferenceDecode | None = None, *, max_scheduling_delay_s: float | None = 2.0
+) -> SLO:
+    """The SLO that ``text`` asks for: ``strict`` (5 × the reference decode iteration), ``relaxed`` (25 ×), or a P99 TBT
+    such as ``20ms``, ``0.1s``, ``100us``.
+
+    Raises ValueError when the text is neither, or names a multiple and no ``reference`` is given.
+    """
+    name = text.strip().lower()
+    if name in SLO_MULTIPLES:
+        if reference is None:
+            raise ValueError(f"slo={text!r}: is a multiple of the reference decode iteration, which was not measured")
+        tbt_s = SLO_MULTIPLES[name] * reference.duration_s
+    else:
+        match = _DURATION.fullmatch(name)
+        if match is None or float(match[1]) <= 0.0:
+            words = ", ".join(SLO_MULTIPLES)
+            raise ValueError(
+                f"slo={text!r}: must be {words}, or a positive duration in us, ms or s such as 20ms or 0.1s"
+            )
+        tbt_s = float(match[1]) * _UNIT_S[match[2]]
+    return SLO(name=name.replace(" ", ""), tbt_s=tbt_s, max_scheduling_delay_s=max_scheduling_delay_s)
+
+
+def sound_stop(slo: SLO, workload: Workload, config: EngineConfig) -> Monitor:
+    """A monitor that stops a run once its TBT can no longer meet ``slo``, whatever the rest of the run does.
+
+    With N gaps in the whole run, the linearly interpolated quantile q lies at position (N - 1)q of the sorted gaps, so
+    it is over the limit for certain once N - floor((N - 1)q) gaps are. N is counted over the requests that fit
+    ``max_model_len``; one that the KV cache rejects makes N too large, which only delays the stop.
+    """
+    num_gaps = sum(
+        request.output_tokens - 1 for request in workload.requests if request.total_tokens <= config.max_model_len
+    )
+    enough = num_gaps - floor((num_gaps - 1) * slo.quantile)
+    limit_s = slo.tbt_s
+    num_over = 0
+
+    def stop_when_lost(progress: Progress) -> str | None:
+        nonlocal num_over
+        num_over += sum(1 for gap_s in progress.gaps_s if gap_s > limit_s)
+        if num_gaps and num_over >= enough:
+            return (
+                f"{num_over} of {num_gaps} gaps are over {limit_s * 1e3:.6g} ms: "
+                f"P{slo.quantile * 100:g} TBT can no longer meet {slo.name}"
+            )
+        return None
+
+    return stop_when_lost
+
+
+def _fit_reference(executor: Executor, config: EngineConfig) -> tuple[int, int, list[str]]:
+    """Decodes, tokens of context, and why they are not the wanted ones."""
+    reasons = []
+    context_tokens = REFERENCE_CONTEXT_TOKENS
+    for limit, reason in (
+        (executor.max_position, "the model takes at most"),
+        (config.max_model_len, "max_model_len is"),
+    ):
+        if limit < context_tokens:
+            context_tokens = limit
+            reasons.append(f"{reason} {limit}")
+    # A context has its prompt and the token being decoded.
+    context_tokens = max(2, context_tokens)
+    wanted, _ = _reference_cache(config, REFERENCE_NUM_SEQS, context_tokens)
+    num_blocks = config.num_kv_blocks or executor.default_num_kv_blocks(replace(wanted, num_kv_blocks=None))
+    blocks_each = -(-context_tokens // config.block_size)
+    if num_blocks >= REFERENCE_NUM_SEQS * blocks_each:
+        return REFERENCE_NUM_SEQS, context_tokens, reasons
+    reasons.append(f"the KV cache has {num_blocks} blocks of {config.block_size}")
+    # Blocks of one token cannot hold a prompt and a decode, so a request takes two of those.
+    least = -(-2 // config.block_size)
+    num_seqs = max(1, min(REFERENCE_NUM_SEQS, num_blocks // least))
+    context_tokens = min(context_tokens, num_blocks // num_seqs * config.block_size)
+    if context_tokens < 2:
+        raise ValueError(f"num_kv_blocks={num_blocks}: cannot hold one decode, which has 2 tokens at least")
+    return num_seqs, context_tokens, reasons
+
+
+def _reference_cache(config: EngineConfig, num_seqs: int, context_tokens: int) -> tuple[EngineConfig, BlockManager]:
+    """Settings and block manager that hold the reference batch and no more."""
+    blocks_each = -(-context_tokens // config.block_size)
+    run_config = replace(
+        config,
+        token_budget=num_seqs,
+        policy="sarathi",
+        max_num_seqs=num_seqs,
+        max_model_len=context_tokens,
+        num_kv_blocks=num_seqs * blocks_each,
+    )
+    kv = BlockManager(
+        num_blocks=num_seqs * blocks_each,
+        block_size=config.block_size,
+        max_num_seqs=num_seqs,
+        max_blocks_per_seq=blocks_each,
+    )
+    return run_config, kv
+
+
+def _decode_at(index: int, context_tokens: int, executor: Executor, kv: BlockManager, seed: int) -> Sequence:
+    """A sequence about to decode: ``context_tokens`` tokens with its newest one, all but that in the cache."""
+    request = Request(arrival_s=0.0, prompt_tokens=context_tokens - 1, output_tokens=1)
+    token_ids = None
+    if executor.needs_token_ids:
+        token_ids = np.random.default_rng([seed, index]).integers(0, executor.vocab_size, context_tokens)
+    sequence = Sequence(index, request, token_ids)
+    sequence.num_tokens = context_tokens
+    sequence.num_computed = context_tokens - 1
+    sequence.num_generated = 1
+    sequence.slot = kv.allocate(context_tokens)
+    sequence.kv_capacity = kv.blocks_for(context_tokens) * kv.block_size
+    return sequence
+
+
+def _timed(executor: Executor, batch: Batch) -> float:
+    began = perf_counter()
+    result = executor.execute(batch)
+    return result.model_s if executor.virtual_time else perf_counter() - began
