@@ -1,0 +1,17 @@
+"""The study, the scoring, the recommendation, and its API: ``tune`` and ``load_recommendation``."""
+
+from .config import TuneConfig
+from .recommendation import Key, Recommendation, RecommendationMismatchError
+from .store import RecommendationNotFoundError, load_recommendation, save_recommendation
+from .tuning import tune
+
+__all__ = [
+    "Key",
+    "Recommendation",
+    "RecommendationMismatchError",
+    "RecommendationNotFoundError",
+    "TuneConfig",
+    "load_recommendation",
+    "save_recommendation",
+    "tune",
+]

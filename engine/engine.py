@@ -9,7 +9,7 @@ from time import perf_counter
 import numpy as np
 
 from .config import EngineConfig
-from .executor import Executor
+from .executor import Executor, NonFiniteTimeError
 from .kv_cache import BlockManager
 from .policies import make_scheduler
 from .record import RecordBuilder, Requests, RunRecord
@@ -97,6 +97,8 @@ class _Run:
             if result.token_ids is not None:
                 _store_tokens(emitted, result.token_ids)
             duration_s = result.model_s if self.executor.virtual_time else perf_counter() - began
+            if not 0.0 <= duration_s < float("inf"):
+                raise NonFiniteTimeError(f"the executor reports {duration_s} s for an iteration: must be finite")
             self._record(batch, now_s, duration_s, result.model_s, blocks_used, emitted)
             gaps_s = self._stamp(batch, emitted, now_s, now_s + duration_s, monitor is not None)
             now_s += duration_s

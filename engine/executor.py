@@ -23,6 +23,10 @@ class NonFiniteLogitsError(TileBudgetError):
     """The model produced NaN or infinite logits."""
 
 
+class NonFiniteTimeError(TileBudgetError):
+    """An iteration's duration is NaN, infinite or negative."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """One iteration: ``model_s`` seconds in the model; the next token of each emitting row, None if modelled.

@@ -1,0 +1,257 @@
+"""The command line. Results go to stdout, progress and errors to stderr.
+
+Exit codes: 0 done, 1 the work failed, 2 bad input, 3 no budget meets the SLO, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..engine import POLICY_NAMES, Engine, EngineConfig
+from ..engine.metrics import compute_metrics
+from ..engine.traces import load_prompts
+from ..kernels.errors import TileBudgetError
+from ..reports import build_report
+from .config import TuneConfig
+from .console import TuneProgress, print_recommendation
+from .devices import list_devices, make_executor
+from .recommendation import FORMATS, Recommendation
+from .run_folder import default_run_dir
+from .store import load_recommendation
+from .tuning import load_workload, tune, workload_summary
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+DEFAULT = TuneConfig()
+
+app = typer.Typer(
+    help="Find the token budget to serve an LLM with, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[str, typer.Option(help="Preset name, or a Hugging Face folder (config.json and safetensors).")]
+Device = Annotated[str, typer.Option(help="auto (CUDA if there is one), cpu or cuda; see `tilebudget devices`.")]
+Dtype = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16. auto: bf16 on CUDA, fp32 on the CPU.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(help="Trace file: Azure or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON, Sarathi/Vidur lengths CSV."),
+]
+WorkloadName = Annotated[str, typer.Option(help="Built-in workload, used without --trace; fixed:PROMPT:OUTPUT too.")]
+NumRequests = Annotated[int, typer.Option(help="Requests to serve: the first of a trace, or drawn from a preset.")]
+Arrivals = Annotated[
+    str | None,
+    typer.Option(help="trace, poisson, fixed or saturated. Default: a trace's own times, a preset all at once."),
+]
+Qps = Annotated[float | None, typer.Option(help="Requests per second of poisson and fixed arrivals, or of the trace.")]
+Overlong = Annotated[str, typer.Option(help="Requests over --max-model-len: clip or drop; counted either way.")]
+MaxNumSeqs = Annotated[int, typer.Option(help="Most requests that run at once.")]
+MaxModelLen = Annotated[int, typer.Option(help="Most tokens, prompt and output, of one request.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
+NumKvBlocks = Annotated[int | None, typer.Option(help="KV blocks. Default: what free memory holds.")]
+Policy = Annotated[str, typer.Option(help=f"Batching policy: {', '.join(POLICY_NAMES)}.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, prompts, arrivals and the search.")]
+NumThreads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Find the token budget to serve an LLM with, and why."""
+    if show_version:
+        print(version("tilebudget"))
+        raise typer.Exit
+
+
+@app.command("tune")
+def tune_command(
+    model: Model = DEFAULT.model,
+    device: Device = DEFAULT.device,
+    dtype: Dtype = DEFAULT.dtype,
+    trace: Trace = DEFAULT.trace,
+    workload: WorkloadName = DEFAULT.workload,
+    num_requests: NumRequests = DEFAULT.num_requests,
+    arrivals: Arrivals = DEFAULT.arrivals,
+    qps: Qps = DEFAULT.qps,
+    overlong: Overlong = DEFAULT.overlong,
+    tbt_slo: Annotated[
+        str, typer.Option(help="P99 TBT: strict (5x the reference decode iteration), relaxed (25x), or such as 20ms.")
+    ] = DEFAULT.tbt_slo,
+    policy: Policy = DEFAULT.policy,
+    min_budget: Annotated[int | None, typer.Option(help="Smallest budget. Default: --max-num-seqs.")] = None,
+    max_budget: Annotated[
+        int | None, typer.Option(help="Largest budget. Default: 8192, or all prompt tokens if fewer.")
+    ] = None,
+    max_num_seqs: MaxNumSeqs = DEFAULT.max_num_seqs,
+    max_model_len: MaxModelLen = DEFAULT.max_model_len,
+    block_size: BlockSize = DEFAULT.block_size,
+    num_kv_blocks: NumKvBlocks = DEFAULT.num_kv_blocks,
+    pipeline_stages: Annotated[
+        int, typer.Option(help="Stages (2, 4 or 8) whose bubble fraction is the second objective.")
+    ] = DEFAULT.pipeline_stages,
+    num_trials: Annotated[int, typer.Option(help="Budgets that the search may run.")] = DEFAULT.num_trials,
+    num_contenders: Annotated[int, typer.Option(help="Best budgets to repeat.")] = DEFAULT.num_contenders,
+    repeats: Annotated[int, typer.Option(help="Interleaved repeats of each of them.")] = DEFAULT.repeats,
+    seed: Seed = DEFAULT.seed,
+    num_threads: NumThreads = DEFAULT.num_threads,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Run folder; one with an unfinished study is resumed. Default: runs/TIME-MODEL.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Tune the token budget; with no flags, that of a built-in model on the device here."""
+    given = locals()
+    config = TuneConfig(**{field.name: given[field.name] for field in fields(TuneConfig)})
+    folder = run_dir or default_run_dir(model)
+    console = Console(stderr=True)
+    try:
+        with TuneProgress(console) as progress:
+            recommendation = tune(config, run_dir=folder, progress=progress)
+    except KeyboardInterrupt:
+        console.print(
+            f"interrupted; to go on, run the same command with --run-dir {folder}", soft_wrap=True, highlight=False
+        )
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if as_json:
+        print(json.dumps(recommendation.to_json(), indent=2))
+    else:
+        print_recommendation(Console(), recommendation, str(folder))
+    if recommendation.token_budget is None:
+        raise typer.Exit(EXIT_FAILED)
+    if recommendation.status == "infeasible":
+        raise typer.Exit(EXIT_INFEASIBLE)
+
+
+@app.command("run")
+def run_command(
+    token_budget: Annotated[str, typer.Option(help="Most tokens per iteration, or `unlimited`.")] = "512",
+    model: Model = DEFAULT.model,
+    device: Device = DEFAULT.device,
+    dtype: Dtype = DEFAULT.dtype,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL rows {"prompt_token_ids": [...], "output_tokens": n}, all at time 0.')
+    ] = None,
+    trace: Trace = DEFAULT.trace,
+    workload: WorkloadName = DEFAULT.workload,
+    num_requests: NumRequests = DEFAULT.num_requests,
+    arrivals: Arrivals = DEFAULT.arrivals,
+    qps: Qps = DEFAULT.qps,
+    overlong: Overlong = DEFAULT.overlong,
+    policy: Policy = DEFAULT.policy,
+    max_num_seqs: MaxNumSeqs = DEFAULT.max_num_seqs,
+    max_model_len: MaxModelLen = DEFAULT.max_model_len,
+    block_size: BlockSize = DEFAULT.block_size,
+    num_kv_blocks: NumKvBlocks = DEFAULT.num_kv_blocks,
+    seed: Seed = DEFAULT.seed,
+    num_threads: NumThreads = DEFAULT.num_threads,
+    as_json: Json = False,
+) -> None:
+    """Run one budget under one policy and print its metrics; with --json and --prompts the greedy outputs too."""
+    given = locals()
+    shared = {field.name: given[field.name] for field in fields(TuneConfig) if field.name in given}
+    config = TuneConfig(**shared)
+    executor = make_executor(model=model, device=device, dtype=dtype, seed=seed, num_threads=num_threads)
+    requests = load_prompts(prompts) if prompts is not None else load_workload(config)
+    engine_config = EngineConfig(
+        token_budget=_parse_budget(token_budget),
+        policy=policy,
+        max_num_seqs=max_num_seqs,
+        max_model_len=min(max_model_len, executor.max_position),
+        block_size=block_size,
+        num_kv_blocks=num_kv_blocks,
+        seed=seed,
+    )
+    record = Engine(executor).run(requests, engine_config)
+    metrics = compute_metrics(record).to_row()
+    if as_json:
+        document = {
+            "metrics": metrics,
+            "outputs": [list(tokens) for tokens in record.outputs],
+            "statuses": list(record.requests.status),
+            "device": dict(record.device),
+            "workload": workload_summary(requests),
+            "engine": {field.name: getattr(engine_config, field.name) for field in fields(engine_config)}
+            | {"num_kv_blocks": record.num_kv_blocks},
+        }
+        print(json.dumps(document, default=str))
+        return
+    for name, value in metrics.items():
+        print(f"{name:32} {'no data' if value is None else f'{value:,.4g}'}")
+
+
+@app.command("report")
+def report_command(
+    run_folder: Annotated[Path, typer.Argument(help="Run folder of a study, e.g. runs/latest.")],
+) -> None:
+    """Rebuild report.html of a run folder from its other files."""
+    print(build_report(run_folder))
+
+
+@app.command("show")
+def show_command(
+    recommendation: Annotated[str, typer.Argument(help="Run folder, recommendation.json, or a model in the store.")],
+    format_name: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "vllm",
+    device: Annotated[str | None, typer.Option(help="Must be the device that it was tuned for.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Must be the dtype that it was tuned for.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(help="Must be the degree that it was tuned for.")] = None,
+    page_size: Annotated[int, typer.Option(help="SGLang's page size; the chunk is a multiple of it.")] = 1,
+) -> None:
+    """Print the arguments of a recommendation for a server."""
+    found: Recommendation = load_recommendation(
+        recommendation, device=device, dtype=dtype, tensor_parallel=tensor_parallel
+    )
+    print(found.export(format_name, page_size=page_size))
+
+
+@app.command("devices")
+def devices_command(as_json: Json = False) -> None:
+    """List the devices that --device takes, and where their times come from."""
+    devices = list_devices()
+    if as_json:
+        rows = [{field.name: getattr(device, field.name) for field in fields(device)} for device in devices]
+        print(json.dumps({"devices": rows}))
+        return
+    for device in devices:
+        state = device.source if device.available else "absent"
+        print(f"{device.name:6} {state:10} {device.description}")
+
+
+def _parse_budget(text: str) -> int | None:
+    if text == "unlimited":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"token_budget={text!r}: must be a whole number of tokens, or unlimited") from None
+
+
+def main() -> None:
+    """The console script: runs the command and turns failures into messages and exit codes."""
+    try:
+        app()
+    except ValueError as error:
+        _fail(str(error), EXIT_BAD_INPUT)
+    except TileBudgetError as error:
+        _fail(str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        _fail("interrupted", EXIT_INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> None:
+    """Print the message, field names in the words of the command line (``--max-num-seqs``)."""
+    names = {field.name for owner in (TuneConfig, EngineConfig) for field in fields(owner)}
+    head, separator, rest = message.partition("=")
+    if separator and head in names:
+        message = f"--{head.replace('_', '-')}={rest}"
+    print(f"tilebudget: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,89 @@
+"""What ``tilebudget tune`` is asked: model, device, traffic, SLO, and how far to search."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..engine import POLICY_NAMES
+
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+ARRIVALS = ("trace", "poisson", "fixed", "saturated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Settings of one tuning; the command line's defaults are these.
+
+    model: preset name or a Hugging Face folder. device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``.
+    workload: preset name, used when there is no ``trace`` file. ``num_requests`` of it, arriving as
+    ``arrivals`` says (``qps`` requests/s for Poisson and fixed); None keeps a trace's own times and
+    saturates a preset. tbt_slo: ``strict``, ``relaxed`` or a duration such as ``20ms``.
+    min_budget, max_budget: tokens; None takes ``max_num_seqs`` and what the workload can fill.
+    pipeline_stages: the stage count whose bubble fraction is the second objective.
+    num_trials: budgets that the search may run; repeats: extra runs of each contender, interleaved.
+
+    Raises ValueError that names the field, its value and the rule.
+    """
+
+    model: str = "tiny-llama"
+    device: str = "auto"
+    dtype: str = "auto"
+    trace: Path | None = None
+    workload: str = "azure-conv"
+    num_requests: int = 48
+    arrivals: str | None = None
+    qps: float | None = None
+    overlong: str = "clip"
+    tbt_slo: str = "strict"
+    policy: str = "sarathi"
+    min_budget: int | None = None
+    max_budget: int | None = None
+    max_num_seqs: int = 16
+    max_model_len: int = 2048
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    pipeline_stages: int = 4
+    num_trials: int = 14
+    num_contenders: int = 3
+    repeats: int = 3
+    seed: int = 0
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("policy", POLICY_NAMES),
+            ("overlong", ("clip", "drop")),
+            ("pipeline_stages", (2, 4, 8)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(str, choices))}")
+        if self.arrivals is not None and self.arrivals not in ARRIVALS:
+            raise ValueError(f"arrivals={self.arrivals!r}: must be one of {', '.join(ARRIVALS)}")
+        for name in ("num_requests", "max_num_seqs", "max_model_len", "block_size", "num_trials", "num_contenders"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("num_kv_blocks", "num_threads", "min_budget", "max_budget"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if self.repeats < 2:
+            raise ValueError(f"repeats={self.repeats}: must be at least 2, or no figure has a spread")
+        if self.min_budget is not None and self.min_budget < self.max_num_seqs:
+            raise ValueError(
+                f"min_budget={self.min_budget}: must be at least max_num_seqs={self.max_num_seqs}, "
+                "or an iteration cannot hold every decode"
+            )
+        if self.max_budget is not None and self.max_budget < (self.min_budget or self.max_num_seqs):
+            raise ValueError(
+                f"max_budget={self.max_budget}: must be at least min_budget={self.min_budget or self.max_num_seqs}"
+            )
+
+    def identity(self) -> dict[str, str | int | float | None]:
+        """The settings that a resumed study must share; how far to search may differ."""
+        settings = asdict(self)
+        for name in ("num_trials", "repeats", "num_contenders"):
+            settings.pop(name)
+        settings["trace"] = None if self.trace is None else self.trace.name
+        return settings

@@ -1,0 +1,87 @@
+"""What the command line prints besides results: progress on stderr, and the short summary of a recommendation."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .recommendation import Recommendation
+from .selection import THROUGHPUT, promising
+from .trial import TrialRow
+
+PHASES = {"search": "searching budgets", "repeat": "repeating the best", "policy": "comparing policies"}
+
+
+class TuneProgress:
+    """A progress bar on stderr with the best budget so far; plain lines where stderr is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[best]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None, best="")
+        self._best: TrialRow | None = None
+
+    def __enter__(self) -> TuneProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, phase: str, done: int, planned: int, row: TrialRow) -> None:
+        """One run has finished."""
+        if phase == "search" and promising(row):
+            self._best = max(self._best or row, row, key=lambda one: one.metric(THROUGHPUT))
+        best = "no feasible budget yet" if self._best is None else f"best so far {self._best.token_budget}"
+        self._bar.update(self._task, description=PHASES[phase], completed=done, total=planned, best=best)
+        if not self.console.is_terminal:
+            self.console.print(
+                f"{phase} {done}/{planned}: {describe_row(row)}; {best}", soft_wrap=True, highlight=False
+            )
+
+
+def describe_row(row: TrialRow) -> str:
+    """One run in one line."""
+    what = f"{row.policy} budget {row.token_budget}"
+    if row.state != "complete":
+        return f"{what} {row.state}: {row.reason}"
+    tbt = row.metrics.get("tbt_p99_ms")
+    tbt_text = "no TBT" if tbt is None else f"P99 TBT {tbt:.3g} ms"
+    return f"{what}: {tbt_text}, {row.metric(THROUGHPUT):,.0f} tokens/s"
+
+
+def print_recommendation(console: Console, recommendation: Recommendation, folder: str) -> None:
+    """The verdict, the alternatives and where the rest is."""
+    console.print(recommendation.verdict, soft_wrap=True, highlight=False)
+    table = Table("budget", "kind", "P99 TBT ms", "tokens/s", "bubbles (4 stages)", "why not", box=None, pad_edge=False)
+    for entry in recommendation.alternatives:
+        table.add_row(
+            str(entry.token_budget),
+            entry.kind,
+            _number(entry.tbt_p99_ms, ".1f"),
+            _number(entry.total_tokens_per_s, ",.0f"),
+            _number(entry.bubble_fraction_4, ".1%"),
+            entry.reason,
+        )
+    if recommendation.alternatives:
+        console.print()
+        console.print(table)
+    console.print()
+    for server, command in recommendation.launch_commands().items():
+        console.print(f"{server}: {command}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"report: {folder}/report.html", soft_wrap=True, highlight=False, markup=False)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,257 @@
+"""The recommendation: what to run, for what it holds, how sure it is. Owns the schema of ``recommendation.json``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import cast
+
+from ..kernels.errors import TileBudgetError
+from . import exports
+from .exports import Argument
+
+SCHEMA_VERSION = "1.0"
+STATUSES = ("feasible", "infeasible", "no_data")
+FORMATS = ("vllm", "sglang", "trtllm", "sarathi", "json")
+
+
+class RecommendationMismatchError(TileBudgetError):
+    """The recommendation was tuned for something else than what is about to run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """What a recommendation holds for."""
+
+    model: str
+    device: str
+    dtype: str
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+def model_key(model: str | Path) -> str:
+    """The model's name in a key: a folder's own name, anything else as it is."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else str(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A measured figure: the median over ``repeats`` runs with the lowest and the highest."""
+
+    value: float
+    low: float
+    high: float
+    repeats: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SLOInfo:
+    """The SLO as it was resolved. ``note`` says where its figure comes from."""
+
+    name: str
+    tbt_p99_ms: float
+    scheduling_delay_p50_s: float | None
+    reference_decode_ms: float | None
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The engine settings under which the budget was found; they belong to the recommendation.
+
+    ``model`` is what was given: a name or a folder's path (the key holds the folder's name alone).
+    """
+
+    model: str
+    policy: str
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another budget that was measured, and why it was not chosen."""
+
+    token_budget: int
+    kind: str
+    feasible: bool | None
+    tie: bool
+    reason: str
+    tbt_p99_ms: float | None
+    total_tokens_per_s: float | None
+    bubble_fraction_4: float | None
+    iteration_cv: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """The token budget to run and everything needed to judge it.
+
+    ``status``: ``feasible``; ``infeasible`` (``token_budget`` is the closest to the SLO); ``no_data`` (no request
+    generates a second token, so the SLO has nothing to say). ``expected`` maps metric names to figures in the unit
+    that the name ends with.
+    """
+
+    status: str
+    token_budget: int | None
+    verdict: str
+    rule: str
+    key: Key
+    slo: SLOInfo
+    expected: Mapping[str, Figure]
+    alternatives: Sequence[Alternative]
+    engine: EngineSettings
+    workload: Mapping[str, object]
+    num_trials: Mapping[str, int]
+    seed: int
+    command: str
+    created_at: str
+    schema_version: str = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status={self.status!r}: must be one of {', '.join(STATUSES)}")
+
+    def vllm_args(self) -> dict[str, Argument]:
+        """vLLM engine arguments, e.g. ``{"max_num_batched_tokens": 2048, ...}``."""
+        return self._arguments(exports.vllm_args)
+
+    def sglang_args(self, *, page_size: int = 1) -> dict[str, Argument]:
+        """SGLang server arguments; ``chunked_prefill_size`` is a multiple of ``page_size``."""
+        return self._arguments(lambda **settings: exports.sglang_args(page_size=page_size, **settings))
+
+    def trtllm_args(self) -> dict[str, Argument]:
+        """``trtllm-serve`` options."""
+        return self._arguments(exports.trtllm_args)
+
+    def sarathi_args(self) -> dict[str, Argument]:
+        """Sarathi-Serve API server options."""
+        return self._arguments(exports.sarathi_args)
+
+    def export(self, format_name: str, *, page_size: int = 1) -> str:
+        """The arguments for one server as command-line flags, or the whole recommendation as ``json``.
+
+        ``page_size`` is SGLang's. Raises ValueError for an unknown format.
+        """
+        if format_name == "vllm":
+            return exports.to_flags(self.vllm_args())
+        if format_name == "sglang":
+            return exports.to_flags(self.sglang_args(page_size=page_size))
+        if format_name == "trtllm":
+            return exports.to_flags(self.trtllm_args(), separator="_")
+        if format_name == "sarathi":
+            return exports.to_flags(self.sarathi_args(), separator="_")
+        if format_name == "json":
+            return json.dumps(self.to_json(), indent=2)
+        raise ValueError(f"format={format_name!r}: must be one of {', '.join(FORMATS)}")
+
+    def launch_commands(self) -> dict[str, str]:
+        """The whole launch line of each server; empty when there is no budget."""
+        if self.token_budget is None:
+            return {}
+        model = shlex.quote(self.engine.model)
+        return {
+            "vllm": f"vllm serve {model} {self.export('vllm')}",
+            "sglang": f"python -m sglang.launch_server --model-path {model} {self.export('sglang')}",
+            "trtllm": f"trtllm-serve {model} {self.export('trtllm')}",
+            "sarathi": f"python -m sarathi.entrypoints.openai.api_server --model_config_model {model} "
+            f"{self.export('sarathi')}",
+        }
+
+    def assert_matches(
+        self,
+        *,
+        model: str | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        tensor_parallel: int | None = None,
+        pipeline_parallel: int | None = None,
+    ) -> None:
+        """Raise RecommendationMismatchError, with both keys, when tuned for something else than what is given."""
+        wanted = {
+            "model": None if model is None else model_key(model),
+            "device": device,
+            "dtype": dtype,
+            "tensor_parallel": tensor_parallel,
+            "pipeline_parallel": pipeline_parallel,
+        }
+        given = {name: value for name, value in wanted.items() if value is not None}
+        differing = [name for name, value in given.items() if getattr(self.key, name) != value]
+        if differing:
+            asked = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise RecommendationMismatchError(
+                f"this recommendation does not fit ({', '.join(differing)} differ): tuned for {self.key}; "
+                f"asked for {asked}"
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """The object of ``recommendation.json``, schema ``SCHEMA_VERSION``."""
+        return {**asdict(self), "launch": self.launch_commands()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, object]) -> Recommendation:
+        """The inverse of ``to_json``. Raises ValueError that names what is missing or of another schema."""
+        version = str(data.get("schema_version"))
+        if version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
+            raise ValueError(f"schema_version={version!r}: this release reads schema {SCHEMA_VERSION}")
+        missing = [field.name for field in fields(cls) if field.name not in data]
+        if missing:
+            raise ValueError(f"not a recommendation: {', '.join(missing)} missing")
+        parts = {field.name: data[field.name] for field in fields(cls)}
+        try:
+            parts["key"] = Key(**_mapping(data, "key"))  # type: ignore[arg-type]
+            parts["slo"] = SLOInfo(**_mapping(data, "slo"))  # type: ignore[arg-type]
+            parts["engine"] = EngineSettings(**_mapping(data, "engine"))  # type: ignore[arg-type]
+            expected = cast(Mapping[str, Mapping[str, object]], data["expected"])
+            parts["expected"] = {name: Figure(**figure) for name, figure in expected.items()}  # type: ignore[arg-type]
+            alternatives = cast(Sequence[Mapping[str, object]], data["alternatives"])
+            parts["alternatives"] = [Alternative(**entry) for entry in alternatives]  # type: ignore[arg-type]
+            return cls(**parts)  # type: ignore[arg-type]
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not a recommendation of schema {SCHEMA_VERSION}: {error}") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Recommendation:
+        """Read a ``recommendation.json``, or that of a run folder. Raises ValueError naming the file."""
+        file = path / "recommendation.json" if path.is_dir() else path
+        try:
+            data = json.loads(file.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{file}: no recommendation there; `tilebudget tune` writes one") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file}: not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"{file}: must hold a JSON object, holds {type(data).__name__}")
+        try:
+            return cls.from_json(data)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+
+    def _arguments(self, export: Callable[..., dict[str, Argument]]) -> dict[str, Argument]:
+        if self.token_budget is None:
+            raise ValueError("token_budget=None: this study found no budget to export")
+        return export(
+            token_budget=self.token_budget,
+            max_num_seqs=self.engine.max_num_seqs,
+            max_model_len=self.engine.max_model_len,
+            dtype=self.key.dtype,
+            tensor_parallel=self.key.tensor_parallel,
+            pipeline_parallel=self.key.pipeline_parallel,
+        )
+
+
+def _mapping(data: Mapping[str, object], name: str) -> dict[str, object]:
+    value = data[name]
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}={value!r}: must be an object")
+    return dict(value)

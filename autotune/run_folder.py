@@ -1,0 +1,84 @@
+"""The run folder: every file is written whole or not at all (ARCHITECTURE.md lists them)."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import pandas as pd
+
+from ..engine import RunRecord
+from .trial import TrialRow
+
+
+class RunFolder:
+    """Files of one study below ``path``; created when missing."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"run_dir={path}: is a file, must be a folder")
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def journal(self) -> Path:
+        """Optuna's journal file."""
+        return self.path / "study.journal"
+
+    def write_json(self, name: str, data: Mapping[str, object]) -> None:
+        """Write ``data`` as JSON."""
+        text = json.dumps(data, indent=2, default=str) + "\n"
+        self._write(name, lambda file: file.write_text(text))
+
+    def write_trials(self, rows: Sequence[TrialRow]) -> None:
+        """Write ``trials.parquet``: all engine runs of the study so far."""
+        frame = pd.DataFrame([row.to_row() for row in rows])
+        self._write("trials.parquet", lambda file: frame.to_parquet(file, index=False))
+
+    def write_records(self, records: Sequence[tuple[TrialRow, RunRecord]]) -> None:
+        """Write ``iterations.parquet`` and ``requests.parquet`` of the runs that the report draws."""
+        iterations: list[pd.DataFrame] = []
+        requests: list[pd.DataFrame] = []
+        for row, record in records:
+            request_frame = record.request_frame()
+            request_frame.insert(0, "request", range(len(request_frame)))
+            for frame, frames in ((record.iterations.to_frame(), iterations), (request_frame, requests)):
+                for position, (column, value) in enumerate(
+                    (("run", row.run), ("token_budget", row.token_budget), ("policy", row.policy))
+                ):
+                    frame.insert(position, column, value)
+                frames.append(frame)
+        for name, frames in (("iterations.parquet", iterations), ("requests.parquet", requests)):
+            if frames:
+                whole = pd.concat(frames, ignore_index=True)
+                self._write(name, lambda file, whole=whole: whole.to_parquet(file, index=False))  # type: ignore[misc]
+
+    def point_latest(self) -> None:
+        """Let ``latest`` beside the folder point to it; skipped where the place is taken by something else."""
+        latest = self.path.parent / "latest"
+        if self.path.name == "latest" or (latest.exists() and not latest.is_symlink()):
+            return
+        temporary = self.path.parent / f".latest-{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self.path.name)
+        temporary.replace(latest)
+
+    def _write(self, name: str, write: Callable[[Path], object]) -> None:
+        handle, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{name}-")
+        os.close(handle)
+        try:
+            write(Path(temporary))
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, self.path / name)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def default_run_dir(model: str) -> Path:
+    """``runs/<time>-<model>`` below the current folder."""
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{Path(model).name}"

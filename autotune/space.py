@@ -1,0 +1,122 @@
+"""The budgets worth trying: on the device's edges, one token past them, and between them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+KINDS = ("aligned", "plus_one", "mid_tile")
+WHOLE_PROMPT = "whole_prompt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One budget of the space: ``kind`` says where it lies relative to the edge at ``edge_tokens``."""
+
+    token_budget: int
+    kind: str
+    edge_tokens: int
+
+
+class SearchSpace:
+    """Candidate budgets in ``[min_budget, max_budget]``, addressed by edge index and offset kind.
+
+    ``edges`` (token counts after which one more token costs a step) give for each edge e the budgets e, e + 1
+    and the middle between e and the next edge. ``whole_prompt`` adds the budget at which every prompt of the
+    workload fits one iteration beside a full set of decodes: chunking switched off, even above ``max_budget``.
+    Raises ValueError when nothing lies inside the bounds.
+    """
+
+    def __init__(self, edges: Iterable[int], *, min_budget: int, max_budget: int, whole_prompt: int | None = None):
+        inside = sorted({edge for edge in edges if min_budget <= edge <= max_budget})
+        # Without an edge inside the bounds the bounds themselves are all there is to compare.
+        self.edges = tuple(inside or sorted({min_budget, max_budget}))
+        self.min_budget = min_budget
+        self.max_budget = max_budget
+        if min_budget < 1 or max_budget < min_budget:
+            raise ValueError(f"min_budget={min_budget}, max_budget={max_budget}: need 1 <= min_budget <= max_budget")
+        self._by_params: dict[tuple[int, str], Candidate] = {}
+        taken: set[int] = set()
+        for kind in KINDS:  # aligned first, so that a budget that is both counts as aligned
+            for index, edge in enumerate(self.edges):
+                budget = self._budget(index, kind)
+                if budget is not None and budget not in taken:
+                    taken.add(budget)
+                    self._by_params[index, kind] = Candidate(token_budget=budget, kind=kind, edge_tokens=edge)
+        if whole_prompt is not None and whole_prompt not in taken and whole_prompt >= min_budget:
+            index = self._edge_index_below(whole_prompt)
+            self._by_params[index, WHOLE_PROMPT] = Candidate(
+                token_budget=whole_prompt, kind=WHOLE_PROMPT, edge_tokens=self.edges[index]
+            )
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every candidate, by budget."""
+        return tuple(sorted(self._by_params.values(), key=lambda candidate: candidate.token_budget))
+
+    @property
+    def params(self) -> tuple[tuple[int, str], ...]:
+        """Every (edge index, kind) pair that has a candidate."""
+        return tuple(self._by_params)
+
+    @property
+    def whole_prompt(self) -> Candidate | None:
+        """The candidate that switches chunking off, unless an edge-based one has the same budget."""
+        return next((candidate for candidate in self.candidates if candidate.kind == WHOLE_PROMPT), None)
+
+    def at(self, edge_index: int, kind: str) -> Candidate | None:
+        """The candidate of one parameter pair; None where it leaves the bounds or repeats another."""
+        return self._by_params.get((edge_index, kind))
+
+    def params_of(self, token_budget: int) -> tuple[int, str] | None:
+        """The parameter pair that gives ``token_budget``; None where it is no candidate."""
+        for params, candidate in self._by_params.items():
+            if candidate.token_budget == token_budget:
+                return params
+        return None
+
+    def partner(self, candidate: Candidate) -> Candidate | None:
+        """The candidate across the edge from ``candidate``: e + 1 for e, e for what lies past it."""
+        kind = "plus_one" if candidate.kind == "aligned" else "aligned"
+        return self._by_params.get((self._edge_index_below(candidate.edge_tokens), kind))
+
+    def ladder(self, rungs: int) -> tuple[Candidate, ...]:
+        """Aligned candidates nearest to a geometric ladder over the space: what a search starts from."""
+        aligned = [candidate for (_, kind), candidate in self._by_params.items() if kind == "aligned"]
+        low, high = aligned[0].token_budget, aligned[-1].token_budget
+        picked: dict[int, Candidate] = {}
+        for rung in range(rungs):
+            target = low * (high / low) ** (rung / max(1, rungs - 1))
+            nearest = min(aligned, key=lambda candidate: abs(candidate.token_budget / target - 1.0))
+            picked[nearest.token_budget] = nearest
+        return tuple(picked.values())
+
+    def _edge_index_below(self, tokens: int) -> int:
+        return max(0, bisect_right(self.edges, tokens) - 1)
+
+    def _budget(self, index: int, kind: str) -> int | None:
+        edge = self.edges[index]
+        if kind == "aligned":
+            budget = edge
+        elif kind == "plus_one":
+            budget = edge + 1
+        else:
+            following = self.edges[index + 1] if index + 1 < len(self.edges) else self.max_budget
+            budget = (edge + following) // 2
+        return budget if self.min_budget <= budget <= self.max_budget else None
+
+
+def thin_edges(edges: Iterable[int], *, min_ratio: float = 1.06) -> tuple[int, ...]:
+    """The edges with crowded ones left out: neighbours differ by at least ``min_ratio``.
+
+    Of a crowd the edge divisible by the highest power of two stays, as it is an edge for the most tile sizes.
+    """
+    kept: list[int] = []
+    for edge in sorted(set(edges)):
+        if kept and edge < kept[-1] * min_ratio:
+            if edge & -edge > kept[-1] & -kept[-1]:
+                kept[-1] = edge
+            continue
+        kept.append(edge)
+    return tuple(kept)

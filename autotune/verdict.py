@@ -1,0 +1,91 @@
+"""The recommendation in plain words, every number from the runs it speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..engine.metrics import SLO
+from .selection import THROUGHPUT, Choice, Contender, chunking_buys_nothing
+from .space import SearchSpace
+
+
+def write_verdict(choice: Choice, contenders: Sequence[Contender], space: SearchSpace, slo: SLO) -> str:
+    """Two to five sentences: what to set, how it does against the SLO, ties, the edge, and what chunking buys."""
+    best = choice.best
+    if best is None:
+        return "Every run failed, so there is nothing to recommend; the trials list their reasons."
+    budget = best.candidate.token_budget
+    tbt, limit_ms = best.spread("tbt_p99_ms"), slo.tbt_s * 1e3
+    speed = best.spread(THROUGHPUT)
+    sentences: list[str] = []
+    if choice.status == "infeasible":
+        over = "has no data" if tbt is None else f"is {tbt.value:.3g} ms, {tbt.value / limit_ms:.2f}x the SLO"
+        sentences.append(
+            f"No budget meets the SLO of {limit_ms:.3g} ms P99 TBT ({slo.name}). The closest is {budget} tokens: its "
+            f"P99 TBT {over}."
+        )
+    elif choice.status == "no_data":
+        sentences.append(
+            f"No request generates a second token, so there is no TBT and the SLO has no data. By throughput alone the "
+            f"budget is {budget} tokens."
+        )
+    elif tbt is not None:
+        sentences.append(
+            f"Set the token budget to {budget}. P99 TBT is {tbt.value:.3g} ms ({tbt.low:.3g} to {tbt.high:.3g} over "
+            f"{tbt.repeats} repeats) against an SLO of {limit_ms:.3g} ms."
+        )
+    if speed is not None:
+        sentences.append(f"Throughput is {speed.value:,.0f} tokens/s ({speed.low:,.0f} to {speed.high:,.0f}).")
+    if choice.ties:
+        others = ", ".join(str(tie) for tie in choice.ties)
+        sentences.append(
+            f"A tie: the throughput of {others} differs by less than the noise; no gain is claimed over them."
+        )
+    sentences += [sentence for sentence in (_edge_sentence(best, contenders, space),) if sentence]
+    whole = chunking_buys_nothing(contenders, best)
+    if whole is not None and choice.status != "infeasible":
+        sentences.append(
+            f"Chunking buys nothing here: whole prompts (budget {whole.candidate.token_budget}) are as fast"
+            + (" and there is no decode to protect." if choice.status == "no_data" else " and keep the SLO.")
+        )
+    return " ".join(sentences)
+
+
+def describe_alternative(contender: Contender, choice: Choice, slo: SLO) -> str:
+    """Why a measured budget was not chosen."""
+    best = choice.best
+    budget = contender.candidate.token_budget
+    if best is None or not contender.rows:
+        return "every repeat failed"
+    if choice.status != "infeasible" and contender.feasible is False:
+        tbt = contender.spread("tbt_p99_ms")
+        if tbt is not None and tbt.high > slo.tbt_s * 1e3:
+            return f"breaks the SLO: P99 TBT up to {tbt.high:.3g} ms"
+        return "breaks the SLO: the median scheduling delay is over its limit"
+    if choice.status == "infeasible":
+        return "further from the SLO"
+    if budget in choice.ties:
+        return "a tie in throughput; the choice falls to steadier iterations, then to the smaller budget"
+    mine, theirs = contender.spread(THROUGHPUT), best.spread(THROUGHPUT)
+    if mine is None or theirs is None:
+        return "no throughput figure"
+    change = mine.value / theirs.value - 1.0
+    if change >= 0.0:
+        return f"{change:+.1%} throughput, but its iterations are less even"
+    return f"{change:+.1%} throughput"
+
+
+def _edge_sentence(best: Contender, contenders: Sequence[Contender], space: SearchSpace) -> str | None:
+    """What crossing the edge beside the chosen budget costs, from interleaved repeats of both sides."""
+    partner_candidate = space.partner(best.candidate)
+    partner = next((c for c in contenders if c.candidate == partner_candidate and c.rows), None)
+    if partner is None:
+        return None
+    aligned, past = (best, partner) if best.candidate.kind == "aligned" else (partner, best)
+    before, after = aligned.spread(THROUGHPUT), past.spread(THROUGHPUT)
+    if before is None or after is None:
+        return None
+    pair = f"{past.candidate.token_budget} instead of {aligned.candidate.token_budget} tokens"
+    if before.overlaps(after):
+        return f"Crossing the edge ({pair}) makes no difference beyond the noise on this device."
+    return f"Crossing the edge ({pair}) changes throughput by {after.value / before.value - 1.0:+.1%}."
