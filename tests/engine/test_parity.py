@@ -1,0 +1,102 @@
+"""Greedy outputs equal transformers' token for token, whatever the batching does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from tilebudget.engine import POLICY_NAMES, Batch, Engine, EngineConfig, Request, StepResult, Workload
+from tilebudget.engine.torch_executor import TorchExecutor
+
+if TYPE_CHECKING:
+    from conftest import Reference
+
+FAMILIES = ("llama", "llama31", "mistral", "qwen2", "qwen3")
+ROOMY, TIGHT = None, 18  # KV blocks of 4 tokens: 18 hold any one request but not all six
+
+
+class RecordingExecutor(TorchExecutor):
+    """Keeps the logits of every emitted token, by request."""
+
+    logits: dict[int, list[Tensor]]
+    _last: Tensor
+
+    def execute(self, batch: Batch) -> StepResult:
+        ended = [
+            sequence
+            for sequence, tokens in zip(batch.chunks, batch.chunk_tokens, strict=True)
+            if sequence.num_computed + tokens == sequence.num_tokens
+        ]
+        result = super().execute(batch)
+        for sequence, row in zip([*batch.decodes, *ended], self._last, strict=True):
+            self.logits.setdefault(sequence.index, []).append(row)
+        return result
+
+    def _sample(self, logits: Tensor) -> npt.NDArray[np.int64]:
+        self._last = logits.clone()
+        return super()._sample(logits)
+
+
+@pytest.fixture(scope="module")
+def executors(reference: Callable[[str], Reference]) -> Callable[[str], RecordingExecutor]:
+    made: dict[str, RecordingExecutor] = {}
+
+    def get(family: str) -> RecordingExecutor:
+        if family not in made:
+            made[family] = RecordingExecutor.from_model(reference(family).folder)
+        made[family].logits = {}
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def workload_of(expected: Reference) -> Workload:
+    requests = [
+        Request(arrival_s=0.0, prompt_tokens=len(prompt), output_tokens=count, prompt_token_ids=prompt)
+        for prompt, count in zip(expected.prompts, expected.num_outputs, strict=True)
+    ]
+    return Workload(name="parity", requests=tuple(requests))
+
+
+@pytest.mark.parametrize("num_kv_blocks", [ROOMY, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("token_budget", [8, 17, 64, None])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_outputs_equal_transformers(
+    family: str,
+    policy: str,
+    token_budget: int | None,
+    num_kv_blocks: int | None,
+    reference: Callable[[str], Reference],
+    executors: Callable[[str], RecordingExecutor],
+) -> None:
+    expected, executor = reference(family), executors(family)
+    config = EngineConfig(
+        token_budget=token_budget,
+        policy=policy,
+        max_num_seqs=6,
+        max_model_len=64,
+        block_size=4,
+        num_kv_blocks=num_kv_blocks,
+    )
+    record = Engine(executor).run(workload_of(expected), config)
+
+    assert record.outputs == expected.outputs
+    for index, rows in executor.logits.items():
+        torch.testing.assert_close(torch.stack(rows), expected.logits[index], atol=1e-4, rtol=0)
+    can_preempt = policy in ("vllm_v0", "sarathi")
+    assert (record.iterations.num_preemptions.sum() > 0) == (num_kv_blocks == TIGHT and can_preempt)
