@@ -1,0 +1,87 @@
+"""Blocks and slots: handed out once, given back whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilebudget.engine import BlockManager
+
+
+def manager(num_blocks: int = 8, max_num_seqs: int = 4, max_blocks_per_seq: int = 6) -> BlockManager:
+    return BlockManager(
+        num_blocks=num_blocks, block_size=16, max_num_seqs=max_num_seqs, max_blocks_per_seq=max_blocks_per_seq
+    )
+
+
+def test_allocate_takes_whole_blocks() -> None:
+    kv = manager()
+    slot = kv.allocate(33)
+    assert (kv.num_used, kv.num_free, kv.num_free_slots) == (3, 5, 3)
+    assert kv.append_block(slot)
+    assert len(set(kv.block_table[slot, :4].tolist())) == 4
+    kv.free(slot)
+    assert (kv.num_used, kv.num_free_slots) == (0, 4)
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (160, 10)])
+def test_blocks_for(tokens: int, blocks: int) -> None:
+    assert manager().blocks_for(tokens) == blocks
+
+
+def test_the_block_freed_last_is_used_first() -> None:
+    kv = manager()
+    first, second = kv.allocate(16), kv.allocate(16)
+    block = kv.block_table[first, 0]
+    kv.free(first)
+    assert kv.append_block(second)
+    assert kv.block_table[second, 1] == block
+
+
+def test_refusals_leave_nothing_taken() -> None:
+    kv = manager(num_blocks=2, max_num_seqs=1)
+    with pytest.raises(ValueError, match=r"3 KV blocks asked for, 2 are free"):
+        kv.allocate(48)
+    assert (kv.num_used, kv.num_free_slots) == (0, 1)
+    slot = kv.allocate(32)
+    assert not kv.append_block(slot)
+    with pytest.raises(ValueError, match="no free slot"):
+        kv.allocate(16)
+
+
+def test_a_row_cannot_outgrow_the_table() -> None:
+    kv = manager(max_blocks_per_seq=2)
+    with pytest.raises(ValueError, match="would hold 3 blocks, the table has 2"):
+        kv.allocate(48)
+    slot = kv.allocate(32)
+    with pytest.raises(ValueError, match="would hold 3 blocks, the table has 2"):
+        kv.append_block(slot)
+    assert kv.num_used == 2
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_num_seqs", "max_blocks_per_seq"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    sizes = {"num_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_blocks_per_seq": 1} | {name: 0}
+    with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
+        BlockManager(**sizes)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "append", "free"]), st.integers(1, 60)), max_size=60))
+def test_no_block_is_ever_shared_or_lost(operations: list[tuple[str, int]]) -> None:
+    kv = manager(num_blocks=10, max_num_seqs=3, max_blocks_per_seq=6)
+    held: dict[int, int] = {}
+    for operation, number in operations:
+        if operation == "allocate" and kv.num_free_slots and kv.blocks_for(number) <= kv.num_free:
+            held[kv.allocate(number)] = kv.blocks_for(number)
+        elif held:
+            slot = sorted(held)[number % len(held)]
+            if operation == "free":
+                kv.free(slot)
+                del held[slot]
+            elif held[slot] < 6 and kv.append_block(slot):
+                held[slot] += 1
+        owned = [block for slot, count in held.items() for block in kv.block_table[slot, :count].tolist()]
+        assert len(set(owned)) == len(owned) == kv.num_used
+        assert set(owned) <= set(range(10))
+        assert kv.num_free_slots == 3 - len(held)
