@@ -1,0 +1,210 @@
+"""report.html from a run folder: one file that loads nothing, safe to open, to mail and to print."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import pandas as pd
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from .answer import Answer, Estimate
+from .budgets import summarise_budgets
+from .figures import draw_budgets, draw_pipeline, draw_tails
+from .findings import judge_confidence
+from .history import draw_history
+from .run_folder import RunFolder, read_run_folder
+from .style import Drawing
+from .tables import TRIAL_COLUMNS, provenance, trial_rows
+from .text import KIND_NAMES, SERVER_NAMES, budget_label, count, milliseconds, percent, rate, significant
+from .timeline import build_lanes, draw_timeline, policy_rows
+
+REPORT_NAME = "report.html"
+STATUS_WORDS = {"feasible": "meets the SLO", "infeasible": "no budget meets the SLO", "no_data": "no data for the SLO"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One expected figure of the card, with its spread and a line of context."""
+
+    title: str
+    value: str
+    unit: str
+    spread: str
+    context: str
+
+
+def build_report(run_folder: Path) -> Path:
+    """The path of ``report.html``, built from the other files of ``run_folder`` and written atomically.
+
+    The page is self-contained: plotly.js, styles and data are inline, and its Content-Security-Policy forbids every
+    request. Raises ValueError naming the file when the folder is no run folder or a file in it is wrong.
+    """
+    folder = read_run_folder(Path(run_folder))
+    page = render_report(folder)
+    path = folder.path / REPORT_NAME
+    _write_atomically(path, page)
+    return path
+
+
+def render_report(folder: RunFolder) -> str:
+    """The page as HTML text."""
+    budgets = summarise_budgets(folder.search, folder.answer)
+    lanes = build_lanes(folder)
+    drawings = [
+        draw_budgets(folder, budgets),
+        draw_tails(folder, budgets),
+        draw_timeline(folder, lanes),
+        draw_pipeline(folder, budgets),
+        draw_history(folder),
+    ]
+    answer = folder.answer
+    plotly_js, report_js = _inline(get_plotlyjs()), _inline(_template("report.js"))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"ms": milliseconds, "rate": rate, "percent": percent, "budget": budget_label}
+    return environment.from_string(_template("report.html.j2")).render(
+        answer=answer,
+        status_words=STATUS_WORDS[answer.status],
+        confidence=judge_confidence(answer),
+        tiles=_tiles(answer),
+        kind=_kind(budgets),
+        kind_names=KIND_NAMES,
+        launch=[(SERVER_NAMES.get(name, name), name, command) for name, command in answer.launch.items()],
+        drawings={drawing.name: drawing for drawing in drawings},
+        figures={drawing.name: _embed(drawing) for drawing in drawings if drawing.figure is not None},
+        policies=policy_rows(folder, lanes),
+        columns=TRIAL_COLUMNS,
+        rows=trial_rows(folder),
+        problems=_problems(folder),
+        traffic=_traffic(folder),
+        provenance=provenance(folder),
+        stages=answer.bubble_metric.rsplit("_", 1)[1],
+        css=Markup(_template("report.css")),  # noqa: S704 our own file
+        plotly_js=Markup(plotly_js),  # noqa: S704 plotly's own bundle
+        report_js=Markup(report_js),  # noqa: S704 our own file
+        script_hashes=Markup(" ".join(_csp_hash(script) for script in (plotly_js, report_js))),  # noqa: S704
+    )
+
+
+def _tiles(answer: Answer) -> list[Tile]:
+    """The four figures of the card: P50 and P99 TBT, throughput, bubbles."""
+    expected, slo_ms = answer.expected, answer.slo.tbt_p99_ms
+    p99 = expected.get("tbt_p99_ms")
+    versus = ""
+    if p99 and slo_ms:
+        versus = f"{percent(abs(1 - p99.value / slo_ms))} {'under' if p99.value <= slo_ms else 'over'} the SLO"
+    largest = expected.get("tbt_max_ms")
+    output = expected.get("output_tokens_per_s")
+    cv = expected.get("iteration_cv")
+    stages = answer.bubble_metric.rsplit("_", 1)[1]
+    return [
+        _tile("P99 time between tokens", "ms", p99, 1.0, versus),
+        _tile(
+            "Median time between tokens",
+            "ms",
+            expected.get("tbt_p50_ms"),
+            1.0,
+            f"largest {milliseconds(largest.value)}" if largest else "",
+        ),
+        _tile(
+            "Throughput",
+            "tokens/s",
+            expected.get("total_tokens_per_s"),
+            1.0,
+            f"of which output {rate(output.value)}" if output else "",
+        ),
+        _tile(
+            f"Pipeline bubbles, {stages} stages",
+            "%",
+            expected.get(answer.bubble_metric),
+            100.0,
+            f"iteration CV {significant(cv.value)}" if cv else "",
+        ),
+    ]
+
+
+def _tile(title: str, unit: str, estimate: Estimate | None, scale: float, context: str) -> Tile:
+    if estimate is None:
+        return Tile(title=title, value="no data", unit="", spread="", context=context)
+    form = rate if unit == "tokens/s" else significant
+    spread = "one run, no spread"
+    if estimate.low is not None and estimate.high is not None and estimate.repeats > 1:
+        spread = f"{form(estimate.low * scale)} to {form(estimate.high * scale)} over {estimate.repeats} runs"
+    return Tile(title=title, value=form(estimate.value * scale), unit=unit, spread=spread, context=context)
+
+
+def _kind(budgets: pd.DataFrame) -> str:
+    chosen = budgets[budgets["recommended"]]
+    return str(chosen.iloc[0]["kind"]) if len(chosen) else ""
+
+
+def _problems(folder: RunFolder) -> list[tuple[str, str, str, str]]:
+    """Failed runs first, then stopped ones: run, budget, what happened, why."""
+    rows = folder.trials[folder.trials["state"].isin(["failed", "pruned"])].sort_values("state", kind="stable")
+    words = {"failed": "failed", "pruned": "stopped early"}
+    return [
+        (str(row["run"]), budget_label(row["token_budget"]), words[row["state"]], row["reason"] or "no reason recorded")
+        for _, row in rows.iterrows()
+    ]
+
+
+def _traffic(folder: RunFolder) -> str:
+    """The workload in a sentence, dropped and clipped rows included."""
+    workload = folder.environment.child("workload")
+    parts = [count(int(workload.number("num_requests") or 0), "request")]
+    for key, noun in (("num_prompt_tokens", "prompt tokens"), ("num_output_tokens", "output tokens")):
+        number = workload.number(key)
+        if number is not None:
+            parts.append(f"{int(number):,} {noun}")
+    lost = [
+        f"{int(workload.number(key) or 0):,} {word}"
+        for key, word in (("num_dropped", "dropped"), ("num_clipped", "clipped"))
+    ]
+    return f"{workload.text('name', 'unnamed workload')}: {', '.join(parts)}; {' and '.join(lost)}."
+
+
+def _embed(drawing: Drawing) -> Markup:
+    """The figure as JSON that is safe inside a script element."""
+    text = json.loads(drawing.figure.to_json(engine="json"))
+    compact = json.dumps(text, separators=(",", ":"), ensure_ascii=True)
+    escaped = compact.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return Markup(escaped)  # noqa: S704 no character that HTML knows is left
+
+
+def _inline(script: str) -> str:
+    """``script`` so that no end tag inside it can close its element."""
+    return script.replace("</script", "<\\/script").replace("\r\n", "\n").strip()
+
+
+def _csp_hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+@cache
+def _template(name: str) -> str:
+    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+

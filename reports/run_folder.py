@@ -1,0 +1,167 @@
+"""A saved run folder, read and checked: the only thing the report knows about a study."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from .answer import Answer, parse_answer
+from .json_object import JsonObject
+
+REQUIRED_FILES = ("recommendation.json", "environment.json", "trials.parquet")
+TEXT_COLUMNS = ("run", "role", "state", "reason", "kind", "policy", "started_at")
+METRIC_COLUMNS = (
+    *(f"tbt_{level}_ms" for level in ("p50", "p90", "p99", "p999", "max")),
+    "tbt_count",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "scheduling_delay_p50_ms",
+    "output_tokens_per_s",
+    "total_tokens_per_s",
+    "iteration_cv",
+    "bubble_fraction_2",
+    "bubble_fraction_4",
+    "bubble_fraction_8",
+)
+ITERATION_COLUMNS = ("run", "start_s", "duration_s", "num_decodes", "num_prefill_tokens")
+#: Levels of ``tbt_quantiles_ms``: 0, 0.01 … 1.00.
+NUM_QUANTILES = 101
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTimes:
+    """When every token of a run came: request ``i`` owns ``times_s[offsets[i]:offsets[i + 1]]``, ascending."""
+
+    times_s: npt.NDArray[np.float64]
+    offsets: npt.NDArray[np.int64]
+
+    def of(self, index: int) -> npt.NDArray[np.float64]:
+        """Token times (seconds) of the request in row ``index``."""
+        return self.times_s[self.offsets[index] : self.offsets[index + 1]]
+
+    def gaps_ms(self, begin_s: float, end_s: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Every time between two tokens of one request inside begin_s…end_s, ms, and the row of its request."""
+        owner = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        keep = (owner[1:] == owner[:-1]) & (self.times_s[1:] <= end_s) & (self.times_s[:-1] >= begin_s)
+        return 1e3 * np.diff(self.times_s)[keep], owner[1:][keep]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """What the report draws from.
+
+    ``trials`` has one row an engine run, with every column the report uses present (NaN where a run has none).
+    ``iterations`` and ``tokens`` hold the policy runs only, by run id; both are empty where the folder has none.
+    """
+
+    path: Path
+    answer: Answer
+    environment: JsonObject
+    profile: JsonObject | None
+    trials: pd.DataFrame
+    iterations: Mapping[str, pd.DataFrame]
+    tokens: Mapping[str, TokenTimes]
+
+    @property
+    def search(self) -> pd.DataFrame:
+        """The trials of the study and the repeats of its contenders; policy runs left out."""
+        return self.trials[self.trials["role"].isin(["search", "repeat"])]
+
+    @property
+    def policies(self) -> pd.DataFrame:
+        """Complete runs of the policies on the same requests, the first of each policy."""
+        rows = self.trials[(self.trials["role"] == "policy") & (self.trials["state"] == "complete")]
+        return rows.drop_duplicates("policy")
+
+
+def read_run_folder(path: Path) -> RunFolder:
+    """The run folder at ``path``. Raises ValueError naming the file that is missing or wrong."""
+    if not path.is_dir():
+        raise ValueError(f"run folder {path}: no such directory")
+    missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
+    if missing:
+        raise ValueError(f"run folder {path}: {', '.join(missing)} missing; a run folder has {', '.join(REQUIRED_FILES)}")
+    trials = _read_trials(path / "trials.parquet")
+    policy_rows = trials[(trials["role"] == "policy") & (trials["state"] == "complete")]
+    runs = [str(run) for run in policy_rows["run"]]
+    profile = path / "profile.json"
+    return RunFolder(
+        path=path,
+        answer=parse_answer(JsonObject.read(path / "recommendation.json")),
+        environment=JsonObject.read(path / "environment.json"),
+        profile=JsonObject.read(profile) if profile.is_file() else None,
+        trials=trials,
+        iterations=_read_iterations(path / "iterations.parquet", runs),
+        tokens=_read_tokens(path / "requests.parquet", runs),
+    )
+
+
+def _read_trials(path: Path) -> pd.DataFrame:
+    table = _read_table(path, required=("run", "role", "state", "token_budget", "kind"))
+    columns = set(table.column_names)
+    frame = table.to_pandas()
+    for name in TEXT_COLUMNS:
+        values = frame[name] if name in columns else pd.Series(index=frame.index, dtype=object)
+        frame[name] = values.astype(object).where(values.notna(), "")
+    for name in (*METRIC_COLUMNS, "token_budget", "edge_tokens", "elapsed_s"):
+        values = frame[name] if name in columns else pd.Series(np.nan, index=frame.index)
+        frame[name] = pd.to_numeric(values, errors="coerce").astype(float)
+    for name in ("feasible", "tbt_quantiles_ms"):
+        if name not in columns:
+            frame[name] = pd.Series(index=frame.index, dtype=object)
+    frame["feasible"] = [_flag(value) for value in frame["feasible"].astype(object)]
+    frame["feasible"] = frame["feasible"].astype(object).where(frame["feasible"].notna(), None)
+    return frame.reset_index(drop=True)
+
+
+def _flag(value: object) -> bool | None:
+    return bool(value) if isinstance(value, bool | np.bool_) else None
+
+
+def _read_iterations(path: Path, runs: Sequence[str]) -> dict[str, pd.DataFrame]:
+    if not runs or not path.is_file():
+        return {}
+    table = _read_table(path, required=ITERATION_COLUMNS, columns=ITERATION_COLUMNS, runs=runs)
+    frame = table.to_pandas()
+    return {str(run): rows.reset_index(drop=True) for run, rows in frame.groupby("run", sort=False)}
+
+
+def _read_tokens(path: Path, runs: Sequence[str]) -> dict[str, TokenTimes]:
+    if not runs or not path.is_file():
+        return {}
+    table = _read_table(path, required=("run", "token_s"), columns=("run", "token_s"), runs=runs)
+    tokens = {}
+    for run in runs:
+        column = table.filter(pc.equal(table["run"], run))["token_s"]
+        if not len(column):
+            continue
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+        times_s = pc.list_flatten(column).cast(pa.float64()).to_numpy()
+        tokens[run] = TokenTimes(times_s=times_s, offsets=np.concatenate([[0], np.cumsum(lengths)]))
+    return tokens
+
+
+def _read_table(
+    path: Path, *, required: Sequence[str], columns: Sequence[str] | None = None, runs: Sequence[str] | None = None
+) -> pa.Table:
+    """The parquet file, only ``columns`` and ``runs`` of it where given."""
+    try:
+        names = pq.read_schema(path).names
+        absent = [name for name in required if name not in names]
+        if absent:
+            raise ValueError(f"{path.name} in {path.parent}: column {', '.join(absent)} missing")
+        return pq.read_table(
+            path,
+            columns=list(columns) if columns else None,
+            filters=[("run", "in", list(runs))] if runs is not None else None,
+        )
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path.name} in {path.parent}: not a readable parquet file ({error})") from error

@@ -1,0 +1,160 @@
+"""The tables of the report as printed cells; each cell keeps the value that it is sorted by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+import pandas as pd
+
+from .history import outcome
+from .json_object import JsonObject
+from .run_folder import RunFolder
+from .text import KIND_NAMES, POLICY_NAMES, budget_label, percent, rate, significant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A heading; ``numeric`` columns are right-aligned and sort as numbers."""
+
+    title: str
+    unit: str = ""
+    numeric: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is printed, and the key it sorts by (a number in text, or the text)."""
+
+    text: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRow:
+    """One row of the trial table; ``tone`` marks failed and stopped runs and the recommended budget."""
+
+    tone: str
+    cells: tuple[Cell, ...]
+
+
+TRIAL_COLUMNS = (
+    Column(title="#"),
+    Column(title="Run", numeric=False),
+    Column(title="Budget", unit="tokens"),
+    Column(title="Kind", numeric=False),
+    Column(title="Policy", numeric=False),
+    Column(title="Outcome", numeric=False),
+    Column(title="P50 TBT", unit="ms"),
+    Column(title="P99 TBT", unit="ms"),
+    Column(title="P99.9 TBT", unit="ms"),
+    Column(title="Max TBT", unit="ms"),
+    Column(title="P50 TTFT", unit="ms"),
+    Column(title="Throughput", unit="total tok/s"),
+    Column(title="Output", unit="tok/s"),
+    Column(title="Bubbles, 4 stages", unit="%"),
+    Column(title="Iteration CV"),
+    Column(title="Took", unit="s"),
+    Column(title="Reason", numeric=False),
+)
+
+
+def trial_rows(folder: RunFolder) -> list[TrialRow]:
+    """Every engine run of the study in order of its start, policy runs included."""
+    runs = folder.trials.sort_values("started_at", kind="stable")
+    return [_trial_row(folder, place, row) for place, (_, row) in enumerate(runs.iterrows(), start=1)]
+
+
+def _trial_row(folder: RunFolder, place: int, row: pd.Series) -> TrialRow:
+    ended = outcome(str(row["state"]), row["feasible"])
+    budget = float(row["token_budget"])
+    tone = {"failed": "failed", "stopped early": "stopped"}.get(ended, "")
+    chosen = folder.answer.status != "no_data" and budget_label(budget) == budget_label(folder.answer.token_budget)
+    if not tone and chosen and row["role"] != "policy":
+        tone = "chosen"
+    return TrialRow(
+        tone=tone,
+        cells=(
+            Cell(text=str(place), key=str(place)),
+            _word(row["run"]),
+            Cell(text=budget_label(budget), key=str(budget) if isfinite(budget) else "1e300"),
+            _word(KIND_NAMES.get(str(row["kind"]), str(row["kind"]))),
+            _word(POLICY_NAMES.get(str(row["policy"]), str(row["policy"]))),
+            _word(ended),
+            *(_figure(row[f"tbt_{level}_ms"]) for level in ("p50", "p99", "p999", "max")),
+            _figure(row["ttft_p50_ms"]),
+            Cell(text=rate(row["total_tokens_per_s"]), key=_key(row["total_tokens_per_s"])),
+            Cell(text=rate(row["output_tokens_per_s"]), key=_key(row["output_tokens_per_s"])),
+            Cell(text=percent(row["bubble_fraction_4"]).removesuffix("%"), key=_key(row["bubble_fraction_4"])),
+            _figure(row["iteration_cv"]),
+            _figure(row["elapsed_s"]),
+            _word(row["reason"]),
+        ),
+    )
+
+
+def _figure(value: float) -> Cell:
+    return Cell(text=significant(value) if isfinite(value) else "–", key=_key(value))
+
+
+def _word(value: object) -> Cell:
+    return Cell(text=str(value), key=str(value).lower())
+
+
+def _key(value: float) -> str:
+    """Empty for a missing value: those stay last whichever way the column is sorted."""
+    return repr(float(value)) if isfinite(value) else ""
+
+
+def provenance(folder: RunFolder) -> Mapping[str, Mapping[str, str]]:
+    """Groups of name → value: what ran, on what, over which requests."""
+    environment, answer = folder.environment, folder.answer
+    own = environment.flat()
+    taken = ("workload", "device", "versions", "model")
+    study = {key.replace("_", " "): text for key, text in own.items() if not key.startswith(tuple(f"{t} " for t in taken))}
+    study = {key: text for key, text in study.items() if key not in taken}
+    if answer.seed:
+        study.setdefault("seed", answer.seed)
+    if answer.command:
+        study.setdefault("command", answer.command)
+    groups = {
+        "Study": study,
+        "Tuned for": _spaced(answer.key),
+        "Engine": _spaced(answer.engine),
+        "Model": _group(environment, "model"),
+        "Device": _group(environment, "device"),
+        "Workload": _group(environment, "workload"),
+        "Edges": _edges(folder.profile),
+        "Versions": _group(environment, "versions"),
+    }
+    return {title: rows for title, rows in groups.items() if rows}
+
+
+def _edges(profile: JsonObject | None) -> dict[str, str]:
+    if profile is None:
+        return {}
+    by_source: dict[str, list[str]] = {}
+    for edge in profile.children("edges"):
+        tokens = edge.number("tokens")
+        if tokens is not None:
+            by_source.setdefault(edge.text("source", "unnamed"), []).append(budget_label(tokens))
+    rows = {source: ", ".join(tokens) for source, tokens in by_source.items()}
+    reference = profile.child("reference_decode")
+    duration_ms = reference.number("duration_ms")
+    if duration_ms is not None:
+        shape = f"{budget_label(reference.number('num_seqs'))} decodes at {budget_label(reference.number('context_tokens'))} tokens"
+        rows["reference decode"] = f"{significant(duration_ms)} ms ({shape}). {reference.text('note', '')}".strip()
+    return rows
+
+
+def _group(environment: JsonObject, key: str) -> dict[str, str]:
+    """The object at ``key`` flattened, or the plain value itself."""
+    value = environment.values.get(key)
+    if value is None:
+        return {}
+    return _spaced(environment.child(key).flat()) if isinstance(value, dict) else {key: str(value)}
+
+
+def _spaced(rows: Mapping[str, str]) -> dict[str, str]:
+    return {key.replace("_", " ") if key != "versions" else key: text for key, text in rows.items() if text}

@@ -1,0 +1,70 @@
+"""Numbers and names as the report prints them: three significant digits, always with a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor, isfinite, log10
+
+KIND_NAMES = {
+    "aligned": "aligned",
+    "plus_one": "edge + 1",
+    "mid_tile": "mid-tile",
+    "whole_prompt": "whole prompt",
+}
+POLICY_NAMES = {
+    "faster_transformer": "FasterTransformer",
+    "orca": "Orca",
+    "vllm_v0": "vLLM v0",
+    "sarathi": "Sarathi",
+    "tile_aligned": "tile-aligned",
+}
+SERVER_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "sarathi": "Sarathi-Serve"}
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """``value`` at ``digits`` significant digits, with thousands separators and never in powers of ten."""
+    if value == 0 or not isfinite(value):
+        return "0" if value == 0 else "–"
+    decimals = digits - 1 - floor(log10(abs(value)))
+    rounded = round(value, decimals)
+    return f"{rounded:,.{max(decimals, 0)}f}"
+
+
+def milliseconds(value: float | None) -> str:
+    """A duration given in ms: ``41.2 ms``, from ten seconds on ``12.3 s``."""
+    if value is None or not isfinite(value):
+        return "–"
+    return f"{significant(value / 1e3)} s" if value >= 10_000 else f"{significant(value)} ms"
+
+
+def rate(value: float | None) -> str:
+    """A throughput without its unit: whole numbers from 100 on."""
+    if value is None or not isfinite(value):
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else significant(value)
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction as per cent: one decimal below ten, whole from there on."""
+    if fraction is None or not isfinite(fraction):
+        return "–"
+    value = 100 * fraction
+    return f"{value:.1f}%" if abs(value) < 9.95 else f"{value:.0f}%"
+
+
+def budget_label(token_budget: float | None) -> str:
+    """A token budget as an axis or a sentence names it; none is ``unlimited``."""
+    return str(int(token_budget)) if token_budget is not None and isfinite(token_budget) else "unlimited"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """``1 trial``, ``2 trials``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listing(items: Sequence[str], limit: int = 6) -> str:
+    """``a, b and c``; past ``limit`` the rest is counted."""
+    shown = list(items[:limit])
+    if len(items) > limit:
+        return f"{', '.join(shown)} and {len(items) - limit} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
