@@ -91,30 +91,35 @@ def find_edges(sweep: Sweep, *, min_jump_pct: float = 10.0, known_tiles: Sequenc
     if not min_jump_pct > 0:
         raise ValueError(f"min_jump_pct is {min_jump_pct}: it must be above 0")
     noise = estimate_noise(sweep)
+    change = np.diff(np.log(sweep.latency_ms))
+    # Between plateaus the jump may exceed the one between the two points; half of it must be between them.
+    least = np.log1p(min_jump_pct / 100) * (0.9 if noise < NOISY else 0.45)
     edges = []
-    for index in range(sweep.tokens.size - 1):
-        for kind in ("step", "drop"):
-            edge = _edge_at(sweep, index, kind, noise, min_jump_pct, known_tiles)
-            if edge is not None:
-                edges.append(edge)
+    for index in np.flatnonzero(np.abs(change) >= min(least, -np.log1p(-min(min_jump_pct, 99.0) / 100) * 0.45)):
+        kind = "step" if change[index] > 0 else "drop"
+        edge = _edge_at(sweep, int(index), kind, noise, min_jump_pct, known_tiles)
+        if edge is not None:
+            edges.append(edge)
     return Staircase(sweep=sweep, edges=tuple(edges), noise=noise)
 
 
 def estimate_noise(sweep: Sweep) -> float:
     """Relative standard deviation of one point around the curve, from its own scatter.
 
-    Each interior point is compared with the line through its neighbours (in log latency); points that touch an
-    apparent edge are left out, and the estimate is repeated until that choice settles. With fewer than eight such
-    points the sweep's own ``std_ms`` stands in where it is known.
+    Each interior point is compared with the line through its neighbours; points that touch an apparent edge are
+    left out, and the estimate is repeated until that choice settles. An m+1 point of a table of multiples is no
+    neighbour. With fewer than eight points left the sweep's own ``std_ms`` stands in where it is known.
     """
-    log_ms = np.log(sweep.latency_ms)
-    if sweep.tokens.size < 3:
+    gaps = np.diff(sweep.tokens)
+    keep = np.ones(sweep.tokens.size, dtype=bool)
+    keep[1:-1] = gaps[:-1] * 8 > gaps[1:]
+    tokens, latency_ms = sweep.tokens[keep].astype(np.float64), sweep.latency_ms[keep]
+    if tokens.size < 3:
         return _stated_noise(sweep)
-    tokens = sweep.tokens.astype(np.float64)
     weight = (tokens[1:-1] - tokens[:-2]) / (tokens[2:] - tokens[:-2])
-    residual = log_ms[1:-1] - ((1 - weight) * log_ms[:-2] + weight * log_ms[2:])
-    residual = np.abs(residual) / np.sqrt(1 + weight**2 + (1 - weight) ** 2)
-    gap = np.abs(np.diff(log_ms))
+    line_ms = (1 - weight) * latency_ms[:-2] + weight * latency_ms[2:]
+    residual = np.abs(latency_ms[1:-1] / line_ms - 1) / np.sqrt(1 + weight**2 + (1 - weight) ** 2)
+    gap = np.abs(np.diff(np.log(latency_ms)))
     is_edge = np.zeros(gap.size, dtype=bool)
     # Before any edge is known, up to half of the points touch one: a low quantile resists that.
     noise, quantile, normal = 0.0, 0.3, 0.385
@@ -149,8 +154,8 @@ def _edge_at(
     if sign * (latency_ms[index + 1] - latency_ms[index]) <= 0:
         return None
     log_ms = sign * np.log(latency_ms)
-    before = _plateau(log_ms, index, -1, 3 * noise)
-    after = _plateau(log_ms, index + 1, 1, 3 * noise)
+    before = _plateau(sweep.tokens, log_ms, index, -1, 3 * noise)
+    after = _plateau(sweep.tokens, log_ms, index + 1, 1, 3 * noise)
     level = float(after.mean() - before.mean())
     here, following = float(latency_ms[index]), float(latency_ms[index + 1])
     last = min(index + SUSTAIN_POINTS, latency_ms.size - 1)
@@ -181,11 +186,17 @@ def _at_least(jump_pct: float, min_jump_pct: float) -> bool:
     return jump_pct >= min_jump_pct
 
 
-def _plateau(log_ms: FloatArray, start: int, step: int, tolerance: float) -> FloatArray:
-    """Up to three points from ``start`` outwards that agree with each other within the noise."""
+def _plateau(tokens: IntArray, log_ms: FloatArray, start: int, step: int, tolerance: float) -> FloatArray:
+    """Up to three near points from ``start`` outwards that agree with each other within the noise."""
+    reach = max(2 * SMALLEST_TILE_TOKENS, int(tokens[start]) // 16)
     points = [float(log_ms[start])]
     index = start + step
-    while len(points) < 3 and 0 <= index < log_ms.size and abs(log_ms[index] - np.mean(points)) <= tolerance:
+    while (
+        len(points) < 3
+        and 0 <= index < log_ms.size
+        and abs(int(tokens[index] - tokens[start])) <= reach
+        and abs(log_ms[index] - np.mean(points)) <= tolerance
+    ):
         points.append(float(log_ms[index]))
         index += step
     return np.array(points)
@@ -211,8 +222,11 @@ def _is_growth(tokens: IntArray, latency_ms: FloatArray, index: int, noise: floa
     beyond = 1 + 2 * np.sqrt(2.0) * noise
     if latency_ms[index + 1] / latency_ms[index] >= beyond * tokens[index + 1] / tokens[index]:
         return False
-    slope = np.diff(latency_ms) / np.diff(tokens)
-    near = np.concatenate([slope[max(0, index - 3) : index], slope[index + 1 : index + 4]])
+    widths = np.diff(tokens)
+    slope = np.diff(latency_ms) / widths
+    # The step from m to m+1 says nothing about growth, so only gaps of a comparable width are asked.
+    wide = np.flatnonzero((widths * 4 >= width) & (np.arange(widths.size) != index))
+    near = np.concatenate([slope[wide[wide < index][-3:]], slope[wide[wide > index][:3]]])
     if near.size == 0:
         return True  # nothing to tell a step from growth with
     expected = max(0.0, float(np.quantile(near, 0.35))) * width
@@ -230,10 +244,18 @@ def _describe(
     words = [f"{tokens} is a multiple of {tile}" if tile else "not a multiple of a known tile"]
     if following - tokens > SMALLEST_TILE_TOKENS:
         words.append(f"the edge lies somewhere in {tokens}..{following - 1}: nothing was measured between")
+    previous = int(sweep.tokens[index - 1]) if index else 0
     if kind == "drop":
-        words.append("more tokens take less time: another kernel was chosen")
-    elif cheaper.size and following - tokens < int(cheaper[0]) - following:
-        words.append(f"{int(cheaper[0])} tokens cost less than {following}: this may be odd M, not the next tile")
+        after_plus_one = tokens - previous == 1 and following - tokens >= 8
+        words.append(
+            f"{tokens} is dearer than {following} for being odd or unpadded, or by another kernel"
+            if after_plus_one
+            else "more tokens take less time, as after a change of kernel"
+        )
+    elif cheaper.size:
+        words.append(f"{int(cheaper[0])} tokens cost less than {following}")
+        if following - tokens == 1:
+            words.append("so this may be odd M, not the next tile")
     return Edge(
         op=sweep.op,
         tensor_parallel=sweep.tensor_parallel,

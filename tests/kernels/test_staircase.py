@@ -79,13 +79,13 @@ def test_h100_edges_of_the_record(shared: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize("stride", [2, 3])
 def test_thinned_real_sweeps_keep_their_steps(shared: Callable[[str], Path], stride: int) -> None:
     true = hits = found = 0
-    for sweep in read_sweeps(shared("data/vidur_a100_llama2_7b_mlp.csv")).select(1):
+    for sweep in read_sweeps(shared("data/vidur_a100_llama2_7b_mlp.csv")).sweeps:
         keep = np.arange(sweep.tokens.size)[::-1][::stride][::-1]
         thin = sweep_of(sweep.tokens[keep], sweep.latency_ms[keep])
         truth = plain_definition(thin)
         reported = {edge.tokens for edge in find_edges(thin).steps()}
         true, hits, found = true + len(truth), hits + len(reported & truth), found + len(reported)
-    assert true > 50
+    assert true > 300
     assert hits >= 0.93 * true
     assert hits >= 0.95 * found
 
@@ -117,7 +117,7 @@ def test_uneven_grid_with_plus_one_points(noise: float) -> None:
     assert hits >= 0.95 * found
 
 
-@pytest.mark.parametrize("grid", [np.arange(64, 2049, 64), 2 ** np.arange(4, 14), np.array([100, 130, 400, 450, 900])])
+@pytest.mark.parametrize("grid", [np.arange(64, 2049, 64), 2 ** np.arange(5, 14), np.array([100, 130, 400, 450, 900])])
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_work_that_grows_with_its_tokens_has_no_edges(grid: IntArray, noise: float) -> None:
     rng = np.random.default_rng(1)
@@ -142,7 +142,7 @@ def test_drops_are_named_and_are_not_steps() -> None:
     assert [(e.tokens, e.kind) for e in stairs.edges] == [(256, "step"), (512, "drop")]
     drop = stairs.drops()[0]
     assert drop.jump_pct == pytest.approx((1.1 / 1.5 - 1) * 100)
-    assert "another kernel" in drop.explanation
+    assert "change of kernel" in drop.explanation
     assert [e.tokens for e in stairs.steps()] == [256]
 
 
