@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from .cost import OpCost
-from .gpus import DeviceLimits
 from .launch import (
     limits_of,
     must_widen,
@@ -17,8 +16,7 @@ from .launch import (
     require_shape,
     require_unit_stride,
 )
-from .tiles import TileConfig, default_gemm_configs, gemm_configs, num_tiles, select_config
-from .variants import DTYPE_NAMES, Variant
+from .tiles import TileConfig, num_tiles, select_config
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
@@ -28,7 +26,8 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SWAP_BELOW_BLOCK_M = 64
 
 
-def _default_out_dtype(dtype: torch.dtype) -> torch.dtype:
+def default_out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the result where none is asked for: the operands', bf16 for fp8."""
     return torch.bfloat16 if dtype == FP8 else dtype
 
 
@@ -47,7 +46,7 @@ def gemm_ref(
         y = y * (x_scale.float() * w_scale.float())
     if bias is not None:
         y = y + bias.float()
-    return y.to(out_dtype or _default_out_dtype(x.dtype))
+    return y.to(out_dtype or default_out_dtype(x.dtype))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -157,7 +156,7 @@ def gemm(
         require_unit_stride("bias", bias)
     _check_scales(x.dtype, x_scale, w_scale)
     if out is None:
-        out = torch.empty((m, n), dtype=out_dtype or _default_out_dtype(x.dtype), device=x.device)
+        out = torch.empty((m, n), dtype=out_dtype or default_out_dtype(x.dtype), device=x.device)
     require_shape("out", out, (m, n))
     require_dtype("out", out, OUT_DTYPES if out_dtype is None else (out_dtype,))
     require_unit_stride("out", out)
@@ -181,7 +180,7 @@ def gemm(
         x.stride(0),
         w.stride(0),
         out.stride(0),
-        **_constants(cfg, x.dtype, even_k=k % cfg.block_k == 0),
+        **kernel_constants(cfg, x.dtype, even_k=k % cfg.block_k == 0),
         WIDEN=must_widen(x),
         num_warps=cfg.num_warps,
         num_stages=cfg.num_stages,
@@ -202,7 +201,8 @@ def _check_scales(dtype: torch.dtype, x_scale: torch.Tensor | None, w_scale: tor
             raise ValueError(f"{name}.shape={tuple(scale.shape)}: must hold one element")
 
 
-def _constants(cfg: TileConfig, dtype: torch.dtype, *, even_k: bool) -> dict[str, int | bool | str]:
+def kernel_constants(cfg: TileConfig, dtype: torch.dtype, *, even_k: bool) -> dict[str, int | bool | str]:
+    """The kernel's compile-time constants, WIDEN apart."""
     return {
         "EVEN_K": even_k,
         "SWAP_OPERANDS": cfg.block_m < SWAP_BELOW_BLOCK_M,
@@ -219,38 +219,6 @@ def gemm_cost(
     m: int, n: int, k: int, dtype: torch.dtype, *, out_dtype: torch.dtype | None = None, bias: bool = False
 ) -> OpCost:
     """FLOPs (two for each multiply-add) and bytes (x, w, bias once, y once) of `gemm`."""
-    out_bytes = (out_dtype or _default_out_dtype(dtype)).itemsize
+    out_bytes = (out_dtype or default_out_dtype(dtype)).itemsize
     moved = (m * k + n * k) * dtype.itemsize + (m * n + (n if bias else 0)) * out_bytes
     return OpCost(flops=2 * m * n * k, bytes=moved)
-
-
-def gemm_variants(limits: DeviceLimits, dtype: torch.dtype) -> list[Variant]:
-    """Every declared configuration as the compiler sees it: K a multiple of block_k, rows 16-byte aligned."""
-    pointer = "*" + DTYPE_NAMES[dtype]
-    out_pointer = "*" + DTYPE_NAMES[_default_out_dtype(dtype)]
-    scale = "*fp32" if dtype == FP8 else None
-    defaults = set(default_gemm_configs(limits, dtype.itemsize))
-    return [
-        Variant(
-            kernel="gemm",
-            config=cfg.name,
-            dtype=DTYPE_NAMES[dtype],
-            function="gemm:_gemm_kernel",
-            arguments={
-                "x_ptr": pointer,
-                "w_ptr": pointer,
-                "y_ptr": out_pointer,
-                "bias_ptr": None,
-                "x_scale_ptr": scale,
-                "w_scale_ptr": scale,
-                **dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_ym"), "i32"),
-            },
-            constants={**_constants(cfg, dtype, even_k=True), "WIDEN": False},
-            divisible=("x_ptr", "w_ptr", "y_ptr", "N", "K", "stride_xm", "stride_wn", "stride_ym"),
-            num_warps=cfg.num_warps,
-            num_stages=cfg.num_stages,
-            default=cfg in defaults,
-            tile=cfg,
-        )
-        for cfg in gemm_configs(dtype.itemsize, limits.vendor)
-    ]
