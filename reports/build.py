@@ -6,9 +6,10 @@ import base64
 import hashlib
 import json
 import os
+import re
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -79,7 +80,8 @@ def render_report(folder: RunFolder) -> str:
         tiles=_tiles(answer),
         kind=_kind(budgets),
         kind_names=KIND_NAMES,
-        launch=[(SERVER_NAMES.get(name, name), name, command) for name, command in answer.launch.items()],
+        launch=[(SERVER_NAMES.get(name, name), _arguments(command)) for name, command in answer.launch.items()],
+        created=_moment(answer.created_at),
         drawings={drawing.name: drawing for drawing in drawings},
         figures={drawing.name: _embed(drawing) for drawing in drawings if drawing.figure is not None},
         policies=policy_rows(folder, lanes),
@@ -141,6 +143,20 @@ def _tile(title: str, unit: str, estimate: Estimate | None, scale: float, contex
     if estimate.low is not None and estimate.high is not None and estimate.repeats > 1:
         spread = f"{form(estimate.low * scale)} to {form(estimate.high * scale)} over {estimate.repeats} runs"
     return Tile(title=title, value=form(estimate.value * scale), unit=unit, spread=spread, context=context)
+
+
+def _arguments(command: str) -> list[str]:
+    """The command cut before each flag, spaces kept, so that a line breaks between flags; joined it is unchanged."""
+    return re.split(r"(\s+)(?=-)", command)
+
+
+def _moment(iso: str) -> str:
+    """``2026-01-05 10:02 UTC`` for an ISO 8601 stamp with a zone; anything else as it stands."""
+    try:
+        moment = datetime.fromisoformat(iso)
+    except ValueError:
+        return iso
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC" if moment.tzinfo else f"{moment:%Y-%m-%d %H:%M}"
 
 
 def _kind(budgets: pd.DataFrame) -> str:
@@ -206,5 +222,3 @@ def _write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-

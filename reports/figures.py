@@ -14,14 +14,14 @@ from .budgets import KIND_ORDER
 from .findings import budget_finding, pipeline_finding, tail_finding
 from .run_folder import RunFolder
 from .style import GREEN, INK, KIND_STYLES, MUTED, PAPER, SKY, TINT, VERMILLION, Drawing, finish, log_ticks
-from .text import KIND_NAMES, budget_label, milliseconds
+from .text import KIND_NAMES, budget_label, count, milliseconds
 
 NOTHING_COMPLETE = "No trial ran to its end, so there is nothing to draw here; the trials and their reasons are below."
 NO_GAPS = (
     "No trial has a time between tokens: every request generated at most one token, so P99 TBT has no data "
     "and the SLO is neither met nor missed."
 )
-X_TITLE = "token budget, tokens an iteration (in order, not to scale)"
+X_TITLE = "token budget (in order, not to scale)"
 #: A latency axis turns logarithmic where its values span more than this factor.
 LOG_SPAN = 4.0
 
@@ -67,8 +67,8 @@ def draw_budgets(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
     figure.update_xaxes(title_text=X_TITLE, row=3, col=1)
     repeated = budgets[budgets["num_runs"] > 1]
     note = (
-        "Points are medians; bars run from the lowest to the highest repeat"
-        f" ({int(repeated['num_runs'].min())}–{int(repeated['num_runs'].max())} runs a repeated budget)."
+        f"Points are medians; bars run from the lowest to the highest run of the {count(len(repeated), 'budget')} that "
+        "ran more than once."
         if len(repeated)
         else "Every budget ran once, so no spread is drawn."
     )
@@ -91,9 +91,9 @@ def draw_tails(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
         figure.add_trace(_span(with_quantiles["label"], levels[:, 25], levels[:, 75], "P25–P75", SKY, 10))
     marks = [
         ("tbt_p50_ms", "P50", "line-ew-open", INK, 13),
-        ("tbt_p99_ms", "P99", "circle", SKY, 8),
-        ("tbt_p999_ms", "P99.9", "diamond-open", GREEN, 9),
-        ("tbt_max_ms", "largest gap", "x-thin-open", VERMILLION, 9),
+        ("tbt_p99_ms", "P99", "circle", SKY, 7),
+        ("tbt_p999_ms", "P99.9", "diamond-open", GREEN, 11),
+        ("tbt_max_ms", "largest gap", "x-thin-open", VERMILLION, 8),
     ]
     for metric, label, symbol, color, size in marks:
         figure.add_trace(
@@ -165,7 +165,7 @@ def _kind_markers(
         legendgroup=kind,
         showlegend=legend,
         mode="markers",
-        marker={"symbol": symbol, "size": 10, "color": color, "line": {"color": PAPER, "width": 1}},
+        marker={"symbol": symbol, "size": 12 if symbol == "triangle-up" else 10, "color": color, "line": {"color": PAPER, "width": 1}},
         error_y={
             "type": "data",
             "symmetric": False,

@@ -130,7 +130,8 @@ def tail_finding(folder: RunFolder, rows: pd.DataFrame) -> str:
             else f"Budget {first['label']} has a median of {milliseconds(first['tbt_p50_ms'])} and a P99 of "
             f"{milliseconds(first['tbt_p99_ms'])}"
         )
-        return f"{grows}; no gap exceeds {significant(float(ratios.max()), 2)} times its budget's P99."
+        times = significant(float(ratios.max()), 2)
+        return f"{grows}; no gap is longer than {times} times its budget's P99."
     worst = stalled.loc[ratios[stalled.index].idxmax()]
     chosen = stalled[stalled["recommended"]]
     shown = chosen.iloc[0] if len(chosen) else worst

@@ -48,7 +48,7 @@ def draw_history(folder: RunFolder) -> Drawing:
         part = rows[rows["outcome"] == label]
         if part.empty:
             continue
-        marker = {"symbol": symbol, "size": 8, "color": color, "line": {"color": color, "width": 1.5}}
+        marker = {"symbol": symbol, "size": 8, "color": color, "line": {"color": color, "width": 2}}
         text = [escape(f"{row['run']} ({row['role']})") + _reason(row) for _, row in part.iterrows()]
         figure.add_trace(
             go.Scatter(

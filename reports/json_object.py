@@ -83,6 +83,8 @@ class JsonObject:
                 rows |= {f"{key} {name}": text for name, text in self.child(key).flat().items()}
             elif isinstance(value, list):
                 rows[key] = ", ".join(str(item) for item in value)
+            elif isinstance(value, bool):
+                rows[key] = "yes" if value else "no"
             elif value is not None:
                 rows[key] = str(value)
         return rows

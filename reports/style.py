@@ -47,11 +47,19 @@ def finish(figure: go.Figure, height: int) -> go.Figure:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": FONT, "size": 12.5, "color": INK},
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "yref": "container"},
+        legend={
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": 1,
+            "yanchor": "top",
+            "yref": "container",
+            "font": {"size": 12},
+        },
         hoverlabel={"bgcolor": PAPER, "bordercolor": MUTED, "font": {"family": FONT, "size": 12, "color": INK}},
         hovermode="closest",
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": MUTED, "activecolor": INK},
     )
-    figure.update_layout(legend={"y": 1.0, "yanchor": "top", "font": {"size": 12}})
     axis = {
         "gridcolor": GRID,
         "linecolor": MUTED,

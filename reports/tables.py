@@ -86,7 +86,7 @@ def _trial_row(folder: RunFolder, place: int, row: pd.Series) -> TrialRow:
             _figure(row["ttft_p50_ms"]),
             Cell(text=rate(row["total_tokens_per_s"]), key=_key(row["total_tokens_per_s"])),
             Cell(text=rate(row["output_tokens_per_s"]), key=_key(row["output_tokens_per_s"])),
-            Cell(text=percent(row["bubble_fraction_4"]).removesuffix("%"), key=_key(row["bubble_fraction_4"])),
+            Cell(text=percent(row["bubble_fraction_4"], 1).removesuffix("%"), key=_key(row["bubble_fraction_4"])),
             _figure(row["iteration_cv"]),
             _figure(row["elapsed_s"]),
             _word(row["reason"]),

@@ -44,12 +44,14 @@ def rate(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else significant(value)
 
 
-def percent(fraction: float | None) -> str:
-    """A fraction as per cent: one decimal below ten, whole from there on."""
+def percent(fraction: float | None, decimals: int | None = None) -> str:
+    """A fraction as per cent: at ``decimals``, else one below ten and none from there on."""
     if fraction is None or not isfinite(fraction):
         return "–"
     value = 100 * fraction
-    return f"{value:.1f}%" if abs(value) < 9.95 else f"{value:.0f}%"
+    if decimals is None:
+        decimals = 1 if abs(value) < 9.95 else 0
+    return f"{value:.{decimals}f}%"
 
 
 def budget_label(token_budget: float | None) -> str:

@@ -2,8 +2,9 @@
 (function () {
   // Placeholders of reports/style.py: text, quiet text, grid, the panel under a figure, the recommended band.
   const themes = {
-    light: { "#010203": "#16191d", "#010204": "#59616b", "#010205": "#e8ebef", "#010206": "#ffffff", "#010207": "#e3eef6" },
-    dark: { "#010203": "#e8eaed", "#010204": "#a0a8b1", "#010205": "#2a3138", "#010206": "#181c20", "#010207": "#1d3547" },
+    light: { "#0072B2": "#0072B2", "#010203": "#16191d", "#010204": "#59616b", "#010205": "#e8ebef", "#010206": "#ffffff", "#010207": "#e3eef6" },
+    // Okabe and Ito's blue is too dark to read on a dark panel; no figure holds their sky blue beside it.
+    dark: { "#0072B2": "#4aa5e0", "#010203": "#e8eaed", "#010204": "#a0a8b1", "#010205": "#2a3138", "#010206": "#181c20", "#010207": "#1d3547" },
   };
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const coarse = window.matchMedia("(pointer: coarse)");
@@ -20,13 +21,17 @@
   function draw(plot) {
     const theme = themes[dark.matches && !printing ? "dark" : "light"];
     const text = document.getElementById(plot.dataset.figure).textContent;
-    const figure = JSON.parse(text.replace(/#01020[3-7]/g, (placeholder) => theme[placeholder]));
+    const figure = JSON.parse(text.replace(/#01020[3-7]|#0072B2/g, (placeholder) => theme[placeholder]));
     // A finger that scrolls the page must not zoom a figure.
     figure.layout.dragmode = coarse.matches ? false : "zoom";
-    if (plot.clientWidth < 500) {
-      figure.layout.margin = Object.assign({}, figure.layout.margin, { l: 44, r: 8 });
+    const narrow = plot.clientWidth < 500;
+    if (narrow) {
+      // The legend takes more rows; hairlines between narrow bars would wash their colour out.
+      Object.assign(figure.layout.margin, { l: 44, r: 8, t: figure.layout.margin.t + 56 });
+      figure.layout.height += 56;
+      figure.data.filter((trace) => trace.type === "bar").forEach((bar) => (bar.marker.line = { width: 0 }));
     }
-    Plotly.react(plot, figure.data, figure.layout, config);
+    Plotly.react(plot, figure.data, figure.layout, Object.assign({ displayModeBar: narrow ? false : "hover" }, config));
     shape(plot);
   }
 
