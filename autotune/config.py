@@ -44,7 +44,7 @@ class TuneConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     pipeline_stages: int = 4
-    num_trials: int = 14
+    num_trials: int = 16
     num_contenders: int = 3
     repeats: int = 3
     seed: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from .space import WHOLE_PROMPT, Candidate
+from .space import Candidate
 from .trial import TrialRow
 
 RULE = (
@@ -104,13 +104,18 @@ def choose(contenders: Sequence[Contender], variance_metric: str) -> Choice:
     return Choice(status="no_data" if best.feasible is None else "feasible", best=best, ties=ties)
 
 
-def chunking_buys_nothing(contenders: Sequence[Contender], best: Contender) -> Contender | None:
-    """The whole-prompt contender when it is feasible (or there is no TBT) and as fast as the best; else None."""
-    for contender in contenders:
-        if contender.candidate.kind == WHOLE_PROMPT and contender.rows and contender.feasible is not False:
-            whole, chosen = contender.spread(THROUGHPUT), best.spread(THROUGHPUT)
-            if whole and chosen and whole.high >= chosen.low:
-                return contender
+def chunking_buys_nothing(
+    contenders: Sequence[Contender], best: Contender, whole_prompt_tokens: int | None
+) -> Contender | None:
+    """The smallest contender that never splits a prompt, keeps the SLO (or has no TBT) and is as fast as the best."""
+    chosen = best.spread(THROUGHPUT)
+    if whole_prompt_tokens is None or chosen is None:
+        return None
+    for contender in sorted(contenders, key=lambda contender: contender.candidate.token_budget):
+        whole = contender.spread(THROUGHPUT)
+        splits = contender.candidate.token_budget < whole_prompt_tokens
+        if not splits and whole and contender.feasible is not False and whole.high >= chosen.low:
+            return contender
     return None
 
 

@@ -34,6 +34,7 @@ class SearchSpace:
         self.edges = tuple(inside or sorted({min_budget, max_budget}))
         self.min_budget = min_budget
         self.max_budget = max_budget
+        self.whole_prompt_tokens = whole_prompt
         if min_budget < 1 or max_budget < min_budget:
             raise ValueError(f"min_budget={min_budget}, max_budget={max_budget}: need 1 <= min_budget <= max_budget")
         self._by_params: dict[tuple[int, str], Candidate] = {}
@@ -62,8 +63,9 @@ class SearchSpace:
 
     @property
     def whole_prompt(self) -> Candidate | None:
-        """The candidate that switches chunking off, unless an edge-based one has the same budget."""
-        return next((candidate for candidate in self.candidates if candidate.kind == WHOLE_PROMPT), None)
+        """The smallest candidate that switches chunking off; None when ``whole_prompt`` was not given."""
+        needed = self.whole_prompt_tokens
+        return next((one for one in self.candidates if needed is not None and one.token_budget >= needed), None)
 
     def at(self, edge_index: int, kind: str) -> Candidate | None:
         """The candidate of one parameter pair; None where it leaves the bounds or repeats another."""

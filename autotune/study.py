@@ -6,6 +6,7 @@ Owns the sampler, the storage and resuming. What is recommended in the end is ``
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
+from .selection import shortlist
 from .space import KINDS, WHOLE_PROMPT, SearchSpace
 from .trial import OnTrial, TrialRow, TrialRunner
 
@@ -28,9 +30,12 @@ _NO_DATA = (0.0, 0.0)
 
 
 class BudgetSampler(TPESampler):
-    """TPE over (edge index, offset kind) with the SLO as its constraint, never proposing a budget twice.
+    """Closes in on the best aligned budget, then TPE over (edge index, offset kind) with the SLO as its constraint.
 
-    A proposal already run (or failed) becomes the nearest budget not run yet, by ratio. The random state
+    Closing in halves the untried aligned budgets between the incumbent (the fastest feasible budget, or the one
+    closest to the SLO) and its nearest neighbours that were run, the larger side first: throughput and TBT both
+    rise with the budget but for the staircase. TPE then looks where that picture may be wrong. No budget is
+    proposed twice: one that was run (or failed) becomes the nearest not run yet, by ratio. The random state
     depends on ``seed`` and the trial's number alone, so a resumed study goes on as it would have.
     """
 
@@ -57,6 +62,9 @@ class BudgetSampler(TPESampler):
         fresh = fresh_params(self._space, study)
         if not fresh:
             return {}
+        closer = self._close_in(study, fresh)
+        if closer is not None:
+            return {"edge_index": closer[0], "kind": closer[1]}
         proposal = super().sample_relative(study, trial, search_space)
         candidate = self._space.at(proposal["edge_index"], proposal["kind"]) if proposal else None
         if candidate is None:
@@ -65,6 +73,32 @@ class BudgetSampler(TPESampler):
             budget = candidate.token_budget
             edge_index, kind = min(fresh, key=lambda params: _ratio(self._space, params, budget))
         return {"edge_index": edge_index, "kind": kind}
+
+    def _close_in(self, study: optuna.Study, fresh: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
+        """The middle of the untried aligned budgets next to the incumbent; None when there are none."""
+        rows = [row for row in finished_rows(study) if row.token_budget is not None]
+        leader = next(iter(shortlist(rows, 1)), None)
+        if leader is None:
+            return None
+        tried = sorted({row.token_budget for row in rows if row.token_budget is not None})
+        place = tried.index(leader)
+        above = tried[place + 1] if place + 1 < len(tried) else math.inf
+        below = tried[place - 1] if place else 0
+        aligned = sorted(params for params in fresh if params[1] == "aligned")
+        for low, high in ((leader, above), (below, leader)):
+            between = [params for params in aligned if low < self._space.edges[params[0]] < high]
+            if between:
+                return between[len(between) // 2]
+        return None
+
+
+def finished_rows(study: optuna.Study) -> list[TrialRow]:
+    """The rows of every finished trial, in order."""
+    return [
+        TrialRow.from_json(json.loads(trial.user_attrs["row"]))
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.is_finished() and "row" in trial.user_attrs
+    ]
 
 
 def distributions(space: SearchSpace) -> dict[str, BaseDistribution]:
@@ -135,11 +169,7 @@ class BudgetStudy:
 
     def rows(self) -> list[TrialRow]:
         """Every finished trial so far, in order."""
-        return [
-            TrialRow.from_json(json.loads(trial.user_attrs["row"]))
-            for trial in self.study.get_trials(deepcopy=False)
-            if trial.state.is_finished() and "row" in trial.user_attrs
-        ]
+        return finished_rows(self.study)
 
     def search(self, num_trials: int, on_trial: OnTrial) -> list[TrialRow]:
         """Run trials until ``num_trials`` are finished or no budget is left; returns all rows."""

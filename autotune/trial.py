@@ -49,8 +49,9 @@ class TrialRow:
         """The flat row, metrics as columns."""
         row = asdict(self)
         row["tbt_quantiles_ms"] = list(self.tbt_quantiles_ms)
-        row.pop("violations")
-        return {**row, **row.pop("metrics")}
+        del row["violations"]
+        del row["metrics"]
+        return row | self.metrics
 
     @classmethod
     def from_json(cls, row: dict[str, object]) -> TrialRow:

@@ -42,7 +42,7 @@ def write_verdict(choice: Choice, contenders: Sequence[Contender], space: Search
             f"A tie: the throughput of {others} differs by less than the noise; no gain is claimed over them."
         )
     sentences += [sentence for sentence in (_edge_sentence(best, contenders, space),) if sentence]
-    whole = chunking_buys_nothing(contenders, best)
+    whole = chunking_buys_nothing(contenders, best, space.whole_prompt_tokens)
     if whole is not None and choice.status != "infeasible":
         sentences.append(
             f"Chunking buys nothing here: whole prompts (budget {whole.candidate.token_budget}) are as fast"

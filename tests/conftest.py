@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,6 @@ def shared_file(name: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shared() -> object:
+def shared() -> Callable[[str], Path]:
     """Callable that resolves a path below ../shared or skips."""
     return shared_file

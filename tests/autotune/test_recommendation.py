@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tilebudget.autotune import (
+    Key,
+    Recommendation,
+    RecommendationMismatchError,
+    RecommendationNotFoundError,
+    load_recommendation,
+    save_recommendation,
+)
+from tilebudget.autotune.recommendation import EngineSettings, Figure, SLOInfo
+
+
+def make(*, budget: int | None = 512, device: str = "a100_sxm") -> Recommendation:
+    return Recommendation(
+        status="feasible",
+        token_budget=budget,
+        verdict="Set it.",
+        rule="rule",
+        key=Key(model="llama-3.1-8b", device=device, dtype="bf16", tensor_parallel=2),
+        slo=SLOInfo(
+            name="strict", tbt_p99_ms=100.0, scheduling_delay_p50_s=2.0, reference_decode_ms=20.0, note="as wanted"
+        ),
+        expected={"tbt_p99_ms": Figure(value=80.0, low=78.0, high=83.0, repeats=3)},
+        alternatives=[],
+        engine=EngineSettings(
+            model="llama-3.1-8b", policy="sarathi", max_num_seqs=128, max_model_len=8192, block_size=16, num_kv_blocks=9
+        ),
+        workload={"name": "toy"},
+        num_trials={"complete": 1},
+        seed=0,
+        command="tilebudget tune",
+        created_at="2026-01-01T00:00:00+00:00",
+    )
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    file = tmp_path / "recommendation.json"
+    file.write_text(json.dumps(make().to_json()))
+    assert Recommendation.load(file) == make()
+    assert Recommendation.load(tmp_path) == make()
+    assert load_recommendation(tmp_path) == make()
+
+
+def test_another_major_schema_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "recommendation.json"
+    file.write_text(json.dumps({**make().to_json(), "schema_version": "2.0"}))
+    with pytest.raises(ValueError, match=r"recommendation.json: schema_version='2.0': this release reads schema 1"):
+        Recommendation.load(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "must hold a JSON object, holds list"),
+        ('{"schema_version": "1.0"}', "not a recommendation: status, token_budget, .* missing"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"broken.json: {message}"):
+        load_recommendation(file)
+
+
+def test_a_recommendation_for_something_else_is_refused_with_both_keys() -> None:
+    """Case 14."""
+    tuned = make()
+    tuned.assert_matches(model="llama-3.1-8b", device="a100_sxm", dtype="bf16", tensor_parallel=2)
+    with pytest.raises(RecommendationMismatchError) as caught:
+        tuned.assert_matches(model="llama-3.1-8b", device="h100_sxm", dtype="bf16", tensor_parallel=4)
+    message = str(caught.value)
+    assert "device, tensor_parallel differ" in message
+    assert "tuned for model=llama-3.1-8b, device=a100_sxm, dtype=bf16, tensor_parallel=2" in message
+    assert "asked for model=llama-3.1-8b, device=h100_sxm, dtype=bf16, tensor_parallel=4" in message
+
+
+@pytest.mark.parametrize(
+    "other", [{"model": "x"}, {"device": "h100_sxm"}, {"dtype": "fp8"}, {"tensor_parallel": 4}], ids=str
+)
+def test_each_part_of_the_key_counts(other: dict[str, object]) -> None:
+    with pytest.raises(RecommendationMismatchError, match=next(iter(other))):
+        make().assert_matches(**other)  # type: ignore[arg-type]
+
+
+def test_store_finds_by_key_and_says_what_it_has() -> None:
+    save_recommendation(make())
+    save_recommendation(make(device="h200_sxm", budget=1024))
+    assert load_recommendation("llama-3.1-8b", device="h200_sxm").token_budget == 1024
+    with pytest.raises(ValueError, match="several recommendations fit"):
+        load_recommendation("llama-3.1-8b")
+    with pytest.raises(
+        RecommendationNotFoundError, match=r"no recommendation for model=llama-3.1-8b, device=l40s; .*h200"
+    ):
+        load_recommendation("llama-3.1-8b", device="l40s")
+
+
+def test_a_path_with_another_key_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "recommendation.json"
+    file.write_text(json.dumps(make().to_json()))
+    with pytest.raises(RecommendationMismatchError):
+        load_recommendation(file, tensor_parallel=4)
+
+
+def test_vllm_arguments() -> None:
+    assert make().vllm_args() == {
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 128,
+        "max_model_len": 8192,
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "enable_chunked_prefill": True,
+    }
+    assert make().export("vllm").startswith("--max-num-batched-tokens 512 --max-num-seqs 128 --max-model-len 8192 ")
+
+
+def test_sglang_counts_prefill_tokens_only_and_divides_by_the_page() -> None:
+    assert make().sglang_args()["chunked_prefill_size"] == 512 - 128
+    assert make().sglang_args(page_size=64)["chunked_prefill_size"] == 384
+    assert make(budget=160).sglang_args(page_size=64)["chunked_prefill_size"] == 64
+    with pytest.raises(ValueError, match="page_size=0: must be at least 1"):
+        make().sglang_args(page_size=0)
+
+
+def test_trtllm_rounds_to_the_block_but_never_below_the_batch() -> None:
+    assert make(budget=513).trtllm_args()["max_num_tokens"] == 512
+    assert make(budget=130).trtllm_args()["max_num_tokens"] == 128
+    assert make(budget=127).trtllm_args()["max_num_tokens"] == 127
+
+
+def test_sarathi_and_launch_lines() -> None:
+    assert "--sarathi_scheduler_config_chunk_size 512" in make().export("sarathi")
+    assert make().launch_commands()["vllm"].startswith("vllm serve llama-3.1-8b --max-num-batched-tokens 512")
+    assert make(budget=None).launch_commands() == {}
+    with pytest.raises(ValueError, match="token_budget=None"):
+        make(budget=None).vllm_args()
+    with pytest.raises(ValueError, match="format='tgi': must be one of vllm, sglang"):
+        make().export("tgi")
