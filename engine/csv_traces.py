@@ -14,7 +14,7 @@ import pandas as pd
 from .record import FloatArray
 from .workload import RawRequests
 
-_WHOLE = re.compile(r"\d+(?:\.0*)?")
+_WHOLE = re.compile(r"[0-9]+(?:\.0*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,9 @@ def _parse_seconds(values: list[str]) -> FloatArray:
 
 def _parse_timestamps(values: list[str]) -> FloatArray:
     """Seconds since the first of the list; whole nanoseconds until then, so 7 fractional digits survive."""
+    # pandas takes "", "nat" and "now" for dates too.
+    if not all(value[:4].isdigit() for value in values):
+        raise ValueError("a date and time begins with the year")
     stamps = pd.to_datetime(pd.Series(values, dtype=object), format="ISO8601", utc=True)
     nanoseconds = stamps.to_numpy(dtype="datetime64[ns]").astype(np.int64)
     seconds: FloatArray = (nanoseconds - nanoseconds[0]) / 1e9
@@ -148,9 +151,7 @@ def _whole_numbers(path: Path, column: str, values: list[str], lines: list[int])
     for value, line in zip(values, lines, strict=True):
         if not (value.isascii() and value.isdigit()):
             if not _WHOLE.fullmatch(value):
-                raise ValueError(
-                    f"{path}: line {line}: {column}={value!r}: must be a whole number of tokens, 0 or more"
-                )
+                raise ValueError(f"{path}: line {line}: {column}={value!r}: must be a whole number, 0 or more")
             value = value.partition(".")[0]
         numbers.append(int(value))
     return numbers

@@ -23,7 +23,7 @@ _Z90 = 1.2815515655446004
 #: Rows drawn at a time. Fixed, so that a longer workload begins with the shorter one of the same seed.
 _DRAW_ROWS = 1024
 
-_FIXED = re.compile(r"fixed:(\d+):(\d+)")
+_FIXED = re.compile(r"fixed:([0-9]+):([0-9]+)")
 
 
 class Lengths(Protocol):

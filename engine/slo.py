@@ -23,7 +23,7 @@ REFERENCE_CONTEXT_TOKENS = 4096
 #: Multiples of the reference decode iteration (Sarathi-Serve, OSDI'24, section 5).
 SLO_MULTIPLES = {"strict": 5.0, "relaxed": 25.0}
 
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(us|ms|s)")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(us|ms|s)")
 _UNIT_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -88,9 +88,7 @@ def resolve_slo(
         match = _DURATION.fullmatch(name)
         if match is None or float(match[1]) <= 0.0:
             words = ", ".join(SLO_MULTIPLES)
-            raise ValueError(
-                f"slo={text!r}: must be {words}, or a positive duration in us, ms or s such as 20ms or 0.1s"
-            )
+            raise ValueError(f"slo={text!r}: must be {words}, or a positive duration such as 20ms, 0.1s or 100us")
         tbt_s = float(match[1]) * _UNIT_S[match[2]]
     return SLO(name=name.replace(" ", ""), tbt_s=tbt_s, max_scheduling_delay_s=max_scheduling_delay_s)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from fake_executor import FakeExecutor, expected_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tilebudget.engine import POLICY_NAMES, Engine, EngineConfig, Request, RunRecord, Workload
 
 Batches = list[tuple[list[int], dict[int, int], int]]

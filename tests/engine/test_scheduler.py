@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tilebudget.engine import Batch, BlockManager, EngineConfig, Request, Sequence
 from tilebudget.engine.policies import POLICIES, make_scheduler
 from tilebudget.engine.scheduler import Scheduler

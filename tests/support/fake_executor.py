@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from zlib import crc32
 
 import numpy as np
-
 from tilebudget.engine import Batch, BlockManager, EngineConfig, Sequence, StepResult
 
 Duration = Callable[[int, Batch], float]
