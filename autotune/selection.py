@@ -80,8 +80,7 @@ def shortlist(rows: Sequence[TrialRow], count: int) -> list[int]:
         ranked = sorted(good, key=lambda row: (-row.metric(THROUGHPUT), row.token_budget))
     else:
         ranked = sorted(usable, key=lambda row: (max(row.violations, default=math.inf), row.token_budget))
-    budgets = [row.token_budget for row in ranked if row.token_budget is not None]
-    return list(dict.fromkeys(budgets))[:count]
+    return list(dict.fromkeys(row.token_budget for row in ranked))[:count]
 
 
 def choose(contenders: Sequence[Contender], variance_metric: str) -> Choice:

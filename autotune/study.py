@@ -76,11 +76,11 @@ class BudgetSampler(TPESampler):
 
     def _close_in(self, study: optuna.Study, fresh: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         """The middle of the untried aligned budgets next to the incumbent; None when there are none."""
-        rows = [row for row in finished_rows(study) if row.token_budget is not None]
+        rows = finished_rows(study)
         leader = next(iter(shortlist(rows, 1)), None)
         if leader is None:
             return None
-        tried = sorted({row.token_budget for row in rows if row.token_budget is not None})
+        tried = sorted({row.token_budget for row in rows})
         place = tried.index(leader)
         above = tried[place + 1] if place + 1 < len(tried) else math.inf
         below = tried[place - 1] if place else 0

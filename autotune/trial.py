@@ -29,7 +29,7 @@ class TrialRow:
     role: str
     state: str
     reason: str | None
-    token_budget: int | None
+    token_budget: int
     kind: str
     edge_tokens: int | None
     policy: str

@@ -68,14 +68,18 @@ def test_the_search_ends_when_the_space_is_exhausted(tmp_path: Path, workload: W
 
 def test_failed_trials_stay_visible_and_are_never_tried_again(tmp_path: Path, workload: Workload) -> None:
     """Case 10: one trial raises, one returns NaN, one runs out of memory; the study goes on."""
-    faults = {3: RuntimeError("kernel launch failed"), 4: float("nan"), 5: MemoryError("3 GiB")}
+    faults: dict[int, Exception | float] = {
+        3: RuntimeError("kernel launch failed"),
+        4: float("nan"),
+        5: MemoryError("3 GiB"),
+    }
     stair = StairDevice()
 
     def fault(config: EngineConfig) -> float | None:
-        error = faults.get(len(stair.runs))
-        if isinstance(error, Exception):
-            raise error
-        return error
+        fault = faults.get(len(stair.runs))
+        if isinstance(fault, Exception):
+            raise fault
+        return fault
 
     stair.fault = fault
     rows = make_study(tmp_path, stair, workload, tbt_s=1.0).search(14, ignore)

@@ -14,8 +14,16 @@ CONFIG = TuneConfig(max_num_seqs=8, max_model_len=4096, tbt_slo="30ms", num_tria
 EDGES = range(128, 2049, 128)
 
 
-def run(tmp_path: Path, device: StairDevice, workload: Workload, name: str = "run", **settings: int) -> Recommendation:
-    config = replace(CONFIG, **settings)
+def run(
+    tmp_path: Path,
+    device: StairDevice,
+    workload: Workload,
+    name: str = "run",
+    *,
+    num_trials: int = CONFIG.num_trials,
+    seed: int = 0,
+) -> Recommendation:
+    config = replace(CONFIG, num_trials=num_trials, seed=seed)
     return tune(config, executor=device, workload=workload, edges=EDGES, run_dir=tmp_path / name, command="test")
 
 
@@ -27,8 +35,6 @@ def test_the_fastest_budget_within_the_slo_is_recommended(tmp_path: Path, worklo
     assert recommendation.expected["tbt_p99_ms"].value == pytest.approx(24.0)
     assert recommendation.verdict.startswith("Set the token budget to 640. P99 TBT is 24 ms (24 to 24 over 3 repeats)")
     assert "Crossing the edge (641 instead of 640 tokens) changes throughput by -11.2%." in recommendation.verdict
-    tight = run(tmp_path, StairDevice(), workload, "tight", max_budget=640, min_budget=640)
-    assert {entry.token_budget for entry in tight.alternatives} == {998}
 
 
 def test_a_budget_over_the_slo_says_so(tmp_path: Path, workload: Workload) -> None:
