@@ -18,42 +18,47 @@ def summarise_budgets(search: pd.DataFrame, answer: Answer) -> pd.DataFrame:
     """One row a budget with a complete run, in order of budget, unlimited last.
 
     Columns: ``token_budget`` (NaN is unlimited), ``label``, ``kind``, ``num_runs``, ``feasible`` (True only where
-    every run was; None where none had data), ``recommended``, and for each metric ``m``: ``m`` (the median),
-    ``m_low`` and ``m_high`` (the extremes). A budget that was repeated is represented by its repeats alone, so that
-    its spread is that of runs made under equal conditions. Where a study tried several policies, only the
-    recommended one counts.
+    every run was; None where none had data), ``recommended``, ``quantiles`` (median TBT quantiles, ms, or None), and
+    for each metric ``m``: ``m`` (the median), ``m_low`` and ``m_high`` (the extremes). A budget that was repeated is
+    represented by its repeats alone, so that its spread is that of runs made under equal conditions. Where a study
+    tried several policies, only the recommended one counts.
     """
-    rows = search[search["state"] == "complete"]
+    runs = search[search["state"] == "complete"]
     policy = answer.engine.get("policy")
-    if rows["policy"].nunique() > 1 and policy in set(rows["policy"]):
-        rows = rows[rows["policy"] == policy]
-    summaries = [_summarise(budget, group) for budget, group in rows.groupby("token_budget", dropna=False)]
-    columns = ["token_budget", "label", "kind", "num_runs", "feasible"]
-    frame = pd.DataFrame(summaries, columns=None if summaries else columns)
-    frame["recommended"] = [
-        answer.status != "no_data" and label == budget_label(answer.token_budget) for label in frame["label"]
-    ]
+    if runs["policy"].nunique() > 1 and policy in set(runs["policy"]):
+        runs = runs[runs["policy"] == policy]
+    runs = runs.assign(label=[budget_label(budget) for budget in runs["token_budget"]])
+    repeated = set(runs.loc[runs["role"] == "repeat", "label"])
+    runs = runs[(runs["role"] == "repeat") | ~runs["label"].isin(repeated)]
+    groups = runs.groupby("label", sort=False)
+    metrics = list(METRIC_COLUMNS)
+    frame = pd.concat(
+        [
+            groups[["token_budget", "kind"]].first(),
+            groups.size().rename("num_runs"),
+            groups[metrics].median(),
+            groups[metrics].min().add_suffix("_low"),
+            groups[metrics].max().add_suffix("_high"),
+        ],
+        axis=1,
+    ).reset_index(names="label")
+    members = {str(label): group for label, group in groups}
+    frame["feasible"] = pd.Series(
+        [_all_feasible(members[label]["feasible"]) for label in frame["label"]], index=frame.index, dtype=object
+    )
+    frame["quantiles"] = pd.Series(
+        [_median_quantiles(members[label]["tbt_quantiles_ms"]) for label in frame["label"]],
+        index=frame.index,
+        dtype=object,
+    )
+    chosen = None if answer.status == "no_data" else budget_label(answer.token_budget)
+    frame["recommended"] = frame["label"] == chosen
     return frame.sort_values("token_budget", na_position="last").reset_index(drop=True)
 
 
-def _summarise(token_budget: object, group: pd.DataFrame) -> dict[str, object]:
-    repeats = group[group["role"] == "repeat"]
-    runs = repeats if len(repeats) else group
-    known = [flag for flag in runs["feasible"] if flag is not None]
-    summary: dict[str, object] = {
-        "token_budget": token_budget,
-        "label": budget_label(float(str(token_budget))),
-        "kind": group["kind"].iloc[0],
-        "num_runs": len(runs),
-        "feasible": all(known) if known else None,
-    }
-    for metric in METRIC_COLUMNS:
-        values = runs[metric].dropna()
-        summary[metric] = values.median() if len(values) else np.nan
-        summary[f"{metric}_low"] = values.min() if len(values) else np.nan
-        summary[f"{metric}_high"] = values.max() if len(values) else np.nan
-    summary["quantiles"] = _median_quantiles(runs["tbt_quantiles_ms"])
-    return summary
+def _all_feasible(flags: pd.Series) -> bool | None:
+    known = [bool(flag) for flag in flags if flag is not None]
+    return all(known) if known else None
 
 
 def _median_quantiles(column: pd.Series) -> np.ndarray | None:
@@ -65,6 +70,16 @@ def _median_quantiles(column: pd.Series) -> np.ndarray | None:
     ]
     lists = [values for values in lists if np.isfinite(values).all()]
     return np.median(lists, axis=0) if lists else None
+
+
+def lowest(frame: pd.DataFrame, column: str) -> pd.Series:
+    """The row with the smallest value in ``column``, missing values aside; the first of equals."""
+    return frame.sort_values(column, kind="stable").iloc[0]
+
+
+def highest(frame: pd.DataFrame, column: str) -> pd.Series:
+    """The row with the largest value in ``column``, missing values aside; the first of equals."""
+    return frame.sort_values(column, kind="stable", ascending=False).iloc[0]
 
 
 def noise_fraction(budgets: pd.DataFrame, metric: str) -> float | None:

@@ -134,7 +134,9 @@ def draw_pipeline(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
     styles = [(SKY, "circle", "dot"), (GREEN, "square", "dash"), (VERMILLION, "diamond", "solid")]
     for metric, (color, symbol, dash) in zip(metrics, styles, strict=True):
         stages = metric.rsplit("_", 1)[1]
-        figure.add_trace(_line(budgets, metric, 100.0, f"{stages} stages", color, symbol, dash, ".1f", "%"), row=1, col=1)
+        figure.add_trace(
+            _line(budgets, metric, 100.0, f"{stages} stages", color, symbol, dash, ".1f", "%"), row=1, col=1
+        )
     figure.add_trace(
         _line(budgets, "iteration_cv", 1.0, "CV of iteration time", MUTED, "triangle-down", "solid", ".2f", ""),
         row=2,
@@ -165,7 +167,12 @@ def _kind_markers(
         legendgroup=kind,
         showlegend=legend,
         mode="markers",
-        marker={"symbol": symbol, "size": 12 if symbol == "triangle-up" else 10, "color": color, "line": {"color": PAPER, "width": 1}},
+        marker={
+            "symbol": symbol,
+            "size": 12 if symbol == "triangle-up" else 10,
+            "color": color,
+            "line": {"color": PAPER, "width": 1},
+        },
         error_y={
             "type": "data",
             "symmetric": False,

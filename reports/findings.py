@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from .answer import Answer, Estimate
-from .budgets import edge_penalty, noise_fraction
+from .budgets import edge_penalty, highest, lowest, noise_fraction
 from .run_folder import RunFolder
 from .text import budget_label, count, listing, milliseconds, percent, rate, significant
 
@@ -69,13 +69,13 @@ def budget_finding(folder: RunFolder, budgets: pd.DataFrame) -> str:
 def _slo_sentence(answer: Answer, budgets: pd.DataFrame, limit_ms: float | None) -> str:
     chosen = budgets[budgets["recommended"]]
     if budgets["tbt_p99_ms"].isna().all():
-        fastest = budgets.loc[budgets["total_tokens_per_s"].idxmax()]
+        fastest = highest(budgets, "total_tokens_per_s")
         return (
             "No request has a time between tokens, so the SLO has no data; "
             f"budget {fastest['label']} is fastest at {rate(fastest['total_tokens_per_s'])} tokens/s."
         )
     if chosen.empty:
-        best = budgets.loc[budgets["tbt_p99_ms"].idxmin()]
+        best = lowest(budgets, "tbt_p99_ms")
         return f"The lowest P99 TBT is {milliseconds(best['tbt_p99_ms'])}, at budget {best['label']}."
     row = chosen.iloc[0]
     if not limit_ms:
@@ -132,7 +132,7 @@ def tail_finding(folder: RunFolder, rows: pd.DataFrame) -> str:
         )
         times = significant(float(ratios.max()), 2)
         return f"{grows}; no gap is longer than {times} times its budget's P99."
-    worst = stalled.loc[ratios[stalled.index].idxmax()]
+    worst = highest(stalled.assign(ratio=ratios), "ratio")
     chosen = stalled[stalled["recommended"]]
     shown = chosen.iloc[0] if len(chosen) else worst
     others = f" {len(stalled)} budgets have such a gap." if len(stalled) > 1 else ""
@@ -150,7 +150,7 @@ def pipeline_finding(folder: RunFolder, budgets: pd.DataFrame) -> str:
     if rows.empty:
         return "No trial carries a bubble fraction for this stage count."
     stages = metric.rsplit("_", 1)[1]
-    low, high = rows.loc[rows[metric].idxmin()], rows.loc[rows[metric].idxmax()]
+    low, high = lowest(rows, metric), highest(rows, metric)
     chosen = rows[rows["recommended"]]
     own = f", and {percent(chosen.iloc[0][metric])} at the recommended {chosen.iloc[0]['label']}" if len(chosen) else ""
     if len(rows) == 1:

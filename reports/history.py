@@ -9,9 +9,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from .budgets import highest
 from .run_folder import RunFolder
-from .style import BLUE, GREEN, INK, MUTED, ORANGE, VERMILLION, Drawing, finish
-from .text import budget_label, count, listing, percent, rate
+from .style import BLUE, GREEN, MUTED, ORANGE, VERMILLION, Drawing, finish
+from .text import budget_label, count, listing, rate
 
 #: Outcome → (colour, marker). Shapes differ so that none rests on colour alone.
 OUTCOMES = {
@@ -107,7 +108,6 @@ def draw_history(folder: RunFolder) -> Drawing:
     figure.update_yaxes(title_text="total tokens/s", row=2, col=1)
     figure.update_xaxes(range=[0.4, len(rows) + 0.6])
     figure.update_xaxes(title_text="run, in the order they started", tickformat="d", row=2, col=1)
-    figure.update_layout(hoverlabel_align="left", legend_font_color=INK)
     return Drawing(
         name=name,
         title=title,
@@ -133,7 +133,7 @@ def history_finding(folder: RunFolder, rows: pd.DataFrame) -> str:
     feasible = feasible[feasible["total_tokens_per_s"].notna()]
     if feasible.empty:
         return sentence
-    best = feasible.loc[feasible["total_tokens_per_s"].idxmax()]
+    best = highest(feasible, "total_tokens_per_s")
     place = trials.index.get_loc(best.name)
     within = feasible[feasible["total_tokens_per_s"] >= 0.99 * best["total_tokens_per_s"]].iloc[0]
     early = trials.index.get_loc(within.name)

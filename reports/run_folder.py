@@ -88,7 +88,9 @@ def read_run_folder(path: Path) -> RunFolder:
         raise ValueError(f"run folder {path}: no such directory")
     missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
     if missing:
-        raise ValueError(f"run folder {path}: {', '.join(missing)} missing; a run folder has {', '.join(REQUIRED_FILES)}")
+        raise ValueError(
+            f"run folder {path}: {', '.join(missing)} missing; a run folder has {', '.join(REQUIRED_FILES)}"
+        )
     trials = _read_trials(path / "trials.parquet")
     policy_rows = trials[(trials["role"] == "policy") & (trials["state"] == "complete")]
     runs = [str(run) for run in policy_rows["run"]]
@@ -107,7 +109,7 @@ def read_run_folder(path: Path) -> RunFolder:
 def _read_trials(path: Path) -> pd.DataFrame:
     table = _read_table(path, required=("run", "role", "state", "token_budget", "kind"))
     columns = set(table.column_names)
-    frame = table.to_pandas()
+    frame: pd.DataFrame = table.to_pandas()
     for name in TEXT_COLUMNS:
         values = frame[name] if name in columns else pd.Series(index=frame.index, dtype=object)
         frame[name] = values.astype(object).where(values.notna(), "")
@@ -130,7 +132,7 @@ def _read_iterations(path: Path, runs: Sequence[str]) -> dict[str, pd.DataFrame]
     if not runs or not path.is_file():
         return {}
     table = _read_table(path, required=ITERATION_COLUMNS, columns=ITERATION_COLUMNS, runs=runs)
-    frame = table.to_pandas()
+    frame: pd.DataFrame = table.to_pandas()
     return {str(run): rows.reset_index(drop=True) for run, rows in frame.groupby("run", sort=False)}
 
 

@@ -37,41 +37,50 @@ class Drawing:
     figure: go.Figure | None = None
 
 
-def finish(figure: go.Figure, height: int) -> go.Figure:
-    """``figure`` with the report's layout: transparent, no template, legend above, units left to the axis titles."""
-    figure.update_layout(
-        template=None,
-        height=height,
-        autosize=True,
-        margin={"l": 64, "r": 16, "t": 44, "b": 52},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": FONT, "size": 12.5, "color": INK},
-        legend={
+_AXIS = {
+    "gridcolor": GRID,
+    "linecolor": MUTED,
+    "tickcolor": MUTED,
+    "zeroline": False,
+    "tickfont": {"color": MUTED, "size": 11.5},
+    "title": {"font": {"size": 12, "color": MUTED}},
+    "automargin": True,
+}
+#: Transparent, legend above the panels, units in the axis titles. A template, so that every panel takes it up.
+_TEMPLATE = go.layout.Template(
+    layout={
+        "autosize": True,
+        "margin": {"l": 64, "r": 16, "t": 44, "b": 52},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": FONT, "size": 12.5, "color": INK},
+        "legend": {
             "orientation": "h",
             "x": 0,
             "xanchor": "left",
             "y": 1,
             "yanchor": "top",
             "yref": "container",
-            "font": {"size": 12},
+            "font": {"size": 12, "color": INK},
         },
-        hoverlabel={"bgcolor": PAPER, "bordercolor": MUTED, "font": {"family": FONT, "size": 12, "color": INK}},
-        hovermode="closest",
-        modebar={"bgcolor": "rgba(0,0,0,0)", "color": MUTED, "activecolor": INK},
-    )
-    axis = {
-        "gridcolor": GRID,
-        "linecolor": MUTED,
-        "tickcolor": MUTED,
-        "zeroline": False,
-        "tickfont": {"color": MUTED, "size": 11.5},
-        "title_font": {"size": 12, "color": MUTED},
-        "automargin": True,
+        "hoverlabel": {
+            "align": "left",
+            "bgcolor": PAPER,
+            "bordercolor": MUTED,
+            "font": {"family": FONT, "size": 12, "color": INK},
+        },
+        "hovermode": "closest",
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": MUTED, "activecolor": INK},
+        "xaxis": {**_AXIS, "showline": True, "ticks": "outside", "ticklen": 4},
+        "yaxis": _AXIS,
     }
-    figure.update_xaxes(**axis, showline=True, ticks="outside", ticklen=4)
-    figure.update_yaxes(**axis)
-    return figure
+)
+
+
+def finish(figure: go.Figure, height: int) -> None:
+    """Give ``figure`` the report's layout and its height in pixels."""
+    figure.layout.template = _TEMPLATE
+    figure.layout.height = height
 
 
 def log_ticks(low: float, high: float) -> dict[str, object]:

@@ -110,10 +110,10 @@ def _key(value: float) -> str:
 def provenance(folder: RunFolder) -> Mapping[str, Mapping[str, str]]:
     """Groups of name → value: what ran, on what, over which requests."""
     environment, answer = folder.environment, folder.answer
-    own = environment.flat()
-    taken = ("workload", "device", "versions", "model")
-    study = {key.replace("_", " "): text for key, text in own.items() if not key.startswith(tuple(f"{t} " for t in taken))}
-    study = {key: text for key, text in study.items() if key not in taken}
+    elsewhere = ("workload", "device", "versions", "model")
+    study = {
+        key.replace("_", " "): text for key, text in environment.flat().items() if key.split(" ")[0] not in elsewhere
+    }
     if answer.seed:
         study.setdefault("seed", answer.seed)
     if answer.command:
@@ -143,7 +143,8 @@ def _edges(profile: JsonObject | None) -> dict[str, str]:
     reference = profile.child("reference_decode")
     duration_ms = reference.number("duration_ms")
     if duration_ms is not None:
-        shape = f"{budget_label(reference.number('num_seqs'))} decodes at {budget_label(reference.number('context_tokens'))} tokens"
+        num_seqs, context = reference.number("num_seqs"), reference.number("context_tokens")
+        shape = f"{budget_label(num_seqs)} decodes at {budget_label(context)} tokens of context"
         rows["reference decode"] = f"{significant(duration_ms)} ms ({shape}). {reference.text('note', '')}".strip()
     return rows
 
@@ -157,4 +158,4 @@ def _group(environment: JsonObject, key: str) -> dict[str, str]:
 
 
 def _spaced(rows: Mapping[str, str]) -> dict[str, str]:
-    return {key.replace("_", " ") if key != "versions" else key: text for key, text in rows.items() if text}
+    return {key.replace("_", " "): text for key, text in rows.items() if text}

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from .budgets import highest, lowest
 from .run_folder import RunFolder, TokenTimes
 from .stalls import Waits, find_waits
 from .style import GREEN, INK, ORANGE, PAPER, SKY, VERMILLION, Drawing, finish
@@ -67,7 +68,7 @@ def build_lanes(folder: RunFolder) -> list[Lane]:
     lanes = []
     rows = folder.policies
     ranks = {name: rank for rank, name in enumerate(POLICY_ORDER)}
-    for _, row in sorted(rows.iterrows(), key=lambda item: (ranks.get(str(item[1]["policy"]), 99))):
+    for _, row in sorted(rows.iterrows(), key=lambda item: ranks.get(str(item[1]["policy"]), 99)):
         iterations = folder.iterations.get(str(row["run"]))
         if iterations is None or iterations.empty:
             continue
@@ -167,17 +168,17 @@ def timeline_finding(folder: RunFolder) -> str:
     known = runs[runs["tbt_p99_ms"].notna()]
     if known.empty:
         return "No policy run has a time between tokens, so the policies differ in throughput alone."
-    worst, best = known.loc[known["tbt_p99_ms"].idxmax()], known.loc[known["tbt_p99_ms"].idxmin()]
+    worst, best = highest(known, "tbt_p99_ms"), lowest(known, "tbt_p99_ms")
     name = {index: POLICY_NAMES.get(str(row["policy"]), str(row["policy"])) for index, row in runs.iterrows()}
     if len(known) == 1:
         return f"{name[best.name]} alone was run: P99 TBT {milliseconds(best['tbt_p99_ms'])}."
-    slowest = runs.loc[runs["total_tokens_per_s"].idxmin()]
-    fastest = runs.loc[runs["total_tokens_per_s"].idxmax()]
+    slowest = lowest(runs, "total_tokens_per_s")
+    fastest = highest(runs, "total_tokens_per_s")
     # A policy that buys its tail with throughput is no measure for the others.
     rivals = known[known["total_tokens_per_s"] >= RIVAL_THROUGHPUT * fastest["total_tokens_per_s"]]
     rivals = rivals.drop(index=worst.name, errors="ignore")
     if len(rivals):
-        best = rivals.loc[rivals["tbt_p99_ms"].idxmin()]
+        best = lowest(rivals, "tbt_p99_ms")
     return (
         f"{name[worst.name]} has the worst P99 TBT, {milliseconds(worst['tbt_p99_ms'])}, "
         f"{significant(worst['tbt_p99_ms'] / best['tbt_p99_ms'], 2)} times that of {name[best.name]} "

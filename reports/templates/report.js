@@ -27,7 +27,7 @@
     const narrow = plot.clientWidth < 500;
     if (narrow) {
       // The legend takes more rows; hairlines between narrow bars would wash their colour out.
-      Object.assign(figure.layout.margin, { l: 44, r: 8, t: figure.layout.margin.t + 56 });
+      figure.layout.margin = { l: 44, r: 8, t: 100, b: 52 };
       figure.layout.height += 56;
       figure.data.filter((trace) => trace.type === "bar").forEach((bar) => (bar.marker.line = { width: 0 }));
     }

@@ -1,7 +1,7 @@
 """Run folders for the report's tests, written as ARCHITECTURE.md specifies them, from a small simulation.
 
-The simulator stands in for the engine (reports may import no sibling): iterations cost 2 ms, 0.04 ms a token, and a step
-at every multiple of 64 tokens.
+The simulator stands in for the engine (reports may import no sibling): an iteration costs 2 ms, 0.02 ms a token and
+1.28 ms a tile of 64 tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ LEVELS = np.linspace(0, 1, 101)
 SLO_MS = 14.0
 POLICIES = ("faster_transformer", "orca", "vllm_v0", "sarathi")
 BUDGETS = {64: "aligned", 65: "plus_one", 96: "mid_tile", 128: "aligned", 129: "plus_one", 160: "mid_tile",
-           192: "aligned", 193: "plus_one", 256: "aligned", 257: "plus_one", 512: "aligned", None: "whole_prompt"}  # fmt: skip
+           192: "aligned", 193: "plus_one", 256: "aligned", 257: "plus_one", 512: "aligned",
+           None: "whole_prompt"}  # fmt: skip
 
 
 @dataclass
@@ -53,7 +54,9 @@ class Simulated:
     metrics: dict[str, object]
 
 
-def simulate(policy: str, token_budget: int | None, *, seed: int = 0, num_requests: int = 24, noise: float = 0.0) -> Simulated:
+def simulate(
+    policy: str, token_budget: int | None, *, seed: int = 0, num_requests: int = 24, noise: float = 0.0
+) -> Simulated:
     """A run of ``policy`` over requests drawn by a fixed seed; ``seed`` and ``noise`` vary the durations only."""
     shape = np.random.default_rng(7)
     arrivals = np.cumsum(shape.exponential(0.03, num_requests)) - 0.01
@@ -88,7 +91,9 @@ def simulate(policy: str, token_budget: int | None, *, seed: int = 0, num_reques
         prefill = int(sum(chunks.values()))
         total = prefill + len(decodes)
         duration = 1e-3 * (2 + 0.02 * total + 1.28 * np.ceil(total / 64)) * (1 + noise * rng.standard_normal())
-        rows.append((now, duration, 0.97 * duration, total, len(decodes), prefill, len(decodes) + len(chunks), total // 16, 0))
+        rows.append(
+            (now, duration, 0.97 * duration, total, len(decodes), prefill, len(decodes) + len(chunks), total // 16, 0)
+        )
         for i, size in chunks.items():
             first_scheduled[i] = now if np.isnan(first_scheduled[i]) else first_scheduled[i]
             left[i] -= size
@@ -187,13 +192,13 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
     for policy in POLICIES if policies else ():
         run = simulate(policy, 128)
         rows.append(trial(f"policy-{policy}", 128, run.metrics, role="policy", policy=policy))
-        key = {"run": f"policy-{policy}", "token_budget": 128, "policy": policy}
-        iterations.append(run.iterations.assign(**key))
-        requests.append(run.requests.assign(**key))
+        iterations.append(_labelled(run.iterations, policy))
+        requests.append(_labelled(run.requests, policy))
     stamp(rows)
     repeats = pd.DataFrame([row for row in rows if row["role"] == "repeat" and row["token_budget"] == 128])
     metrics = ("tbt_p50_ms", "tbt_p99_ms", "tbt_p999_ms", "tbt_max_ms", "ttft_p50_ms", "output_tokens_per_s",
-               "total_tokens_per_s", "bubble_fraction_2", "bubble_fraction_4", "bubble_fraction_8", "iteration_cv")  # fmt: skip
+               "total_tokens_per_s", "bubble_fraction_2", "bubble_fraction_4", "bubble_fraction_8",
+               "iteration_cv")  # fmt: skip
     workload = {"name": "azure_llm_2023_conv", "source": "azure_llm_2023_conv.csv", "num_requests": 24,
                 "num_prompt_tokens": 7810, "num_output_tokens": 702, "num_dropped": 3, "num_clipped": 5,
                 "saturated": False, "notes": ["5 prompts cut to max_model_len 2048"]}  # fmt: skip
@@ -210,8 +215,10 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
         "verdict": "Set the token budget to 128. It is the largest budget on a tile edge that keeps P99 TBT under the "
         "strict SLO, and no feasible budget is faster by more than the noise.",
         "rule": "feasible; then throughput within the noise of the best; then lowest pipeline variance; then smallest",
-        "key": {"model": "tiny-llama", "device": "cpu", "dtype": "float32", "tensor_parallel": 1, "pipeline_parallel": 1},
-        "slo": {"name": "strict", "tbt_p99_ms": SLO_MS, "scheduling_delay_p50_s": 2.0, "reference_decode_ms": SLO_MS / 5,
+        "key": {"model": "tiny-llama", "device": "cpu", "dtype": "float32", "tensor_parallel": 1,
+                "pipeline_parallel": 1},
+        "slo": {"name": "strict", "tbt_p99_ms": SLO_MS, "scheduling_delay_p50_s": 2.0,
+                "reference_decode_ms": SLO_MS / 5,
                 "note": "5 times the reference decode iteration: 32 decodes at 4096 tokens of context."},
         "expected": expected,
         "alternatives": [
@@ -222,13 +229,18 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
             {"token_budget": 512, "kind": "aligned", "feasible": False, "tie": False,
              "reason": "P99 TBT over the SLO", **_pick(simulate("sarathi", 512).metrics)},
         ],
-        "engine": {"policy": "sarathi", "max_num_seqs": 32, "max_model_len": 2048, "block_size": 16, "num_kv_blocks": 512},
+        "engine": {"policy": "sarathi", "max_num_seqs": 32, "max_model_len": 2048, "block_size": 16,
+                   "num_kv_blocks": 512},
         "workload": workload,
         "launch": {
-            "vllm": "vllm serve tiny-llama --max-num-batched-tokens 128 --max-num-seqs 32 --max-model-len 2048 --block-size 16",
-            "sglang": "python -m sglang.launch_server --model-path tiny-llama --chunked-prefill-size 96 --enable-mixed-chunk",
-            "trtllm": "trtllm-serve tiny-llama --max_num_tokens 128 --max_batch_size 32 --extra_llm_api_options chunked.yaml",
-            "sarathi": "python -m sarathi.entrypoints.openai.api_server --model tiny-llama --scheduler_type sarathi --chunk_size 128",
+            "vllm": "vllm serve tiny-llama --max-num-batched-tokens 128 --max-num-seqs 32 "
+                    "--max-model-len 2048 --block-size 16",
+            "sglang": "python -m sglang.launch_server --model-path tiny-llama --chunked-prefill-size 96 "
+                      "--enable-mixed-chunk",
+            "trtllm": "trtllm-serve tiny-llama --max_num_tokens 128 --max_batch_size 32 "
+                      "--extra_llm_api_options chunked.yaml",
+            "sarathi": "python -m sarathi.entrypoints.openai.api_server --model tiny-llama "
+                       "--scheduler_type sarathi --chunk_size 128",
         },
         "num_trials": {"complete": 12, "pruned": 1, "failed": 1},
         "seed": 0,
@@ -259,6 +271,10 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
         iterations=iterations,
         requests=requests,
     )
+
+
+def _labelled(frame: pd.DataFrame, policy: str) -> pd.DataFrame:
+    return frame.assign(run=f"policy-{policy}", token_budget=128, policy=policy)
 
 
 def _pick(metrics: Mapping[str, object]) -> dict[str, object]:
