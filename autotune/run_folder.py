@@ -47,10 +47,9 @@ class RunFolder:
             request_frame = record.request_frame()
             request_frame.insert(0, "request", range(len(request_frame)))
             for frame, frames in ((record.iterations.to_frame(), iterations), (request_frame, requests)):
-                for position, (column, value) in enumerate(
-                    (("run", row.run), ("token_budget", row.token_budget), ("policy", row.policy))
-                ):
-                    frame.insert(position, column, value)
+                frame.insert(0, "run", row.run)
+                frame.insert(1, "token_budget", row.token_budget)
+                frame.insert(2, "policy", row.policy)
                 frames.append(frame)
         for name, frames in (("iterations.parquet", iterations), ("requests.parquet", requests)):
             if frames:
