@@ -1,0 +1,145 @@
+"""The command line as a user meets it: exit codes, what goes to which stream, and messages that name the flag."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tilebudget.autotune import cli
+
+Run = Callable[..., tuple[int, str, str]]
+
+SMALL = ["--max-num-seqs", "4", "--max-model-len", "256", "--num-threads", "1"]
+
+
+@pytest.fixture
+def tilebudget(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the console script in a folder of its own; gives exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tilebudget", *arguments])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt_token_ids": list(range(5, 5 + 20 * (i + 1))), "output_tokens": 3 + i} for i in range(4)]
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return file
+
+
+def test_devices(tilebudget: Run) -> None:
+    code, out, _ = tilebudget("devices", "--json")
+    assert code == 0
+    by_name = {device["name"]: device for device in json.loads(out)["devices"]}
+    assert by_name["cpu"]["available"] is True
+
+
+def test_version_and_help(tilebudget: Run) -> None:
+    assert tilebudget("--version")[1].strip()[0].isdigit()
+    code, out, _ = tilebudget("tune", "--help")
+    assert code == 0
+    assert "--tbt-slo" in out
+    assert "--run-dir" in out
+
+
+def test_run_prints_metrics_and_greedy_outputs(tilebudget: Run, prompts: Path) -> None:
+    outputs = []
+    for policy, budget in (("sarathi", "8"), ("sarathi", "unlimited"), ("vllm_v0", "64"), ("orca", "64")):
+        code, out, err = tilebudget(
+            "run", "--prompts", str(prompts), "--token-budget", budget, "--policy", policy, "--json", *SMALL
+        )
+        assert (code, err) == (0, "")
+        document = json.loads(out)
+        assert [len(tokens) for tokens in document["outputs"]] == [3, 4, 5, 6]
+        assert document["metrics"]["num_finished"] == 4
+        assert document["metrics"]["tbt_count"] == 2 + 3 + 4 + 5
+        outputs.append(document["outputs"])
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Path) -> None:
+    code, out, _ = tilebudget("run", "--prompts", str(prompts), "--token-budget", "16", *SMALL)
+    assert code == 0
+    assert any(line.startswith("tbt_p99_ms ") for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tune", "--tbt-slo", "fast"], "slo='fast': must be strict, relaxed, or a positive duration"),
+        (["tune", "--policy", "fifo"], "--policy='fifo': must be one of faster_transformer, orca"),
+        (["tune", "--num-requests", "0"], "--num-requests=0: must be at least 1"),
+        (["tune", "--min-budget", "8"], "--min-budget=8: must be at least max_num_seqs=16"),
+        (["tune", "--device", "tpu"], "--device='tpu': must be auto or one of cuda, cpu"),
+        (["tune", "--model", "gpt-9"], "gpt-9"),
+        (["tune", "--workload", "nope"], "nope"),
+        (["run", "--token-budget", "many"], "--token-budget='many': must be a whole number of tokens, or unlimited"),
+        (
+            ["run", "--token-budget", "64", "--max-num-seqs", "128"],
+            "--token-budget=64: must be at least max_num_seqs=128, or an iteration cannot hold every decode",
+        ),
+        (["report", "nowhere"], "nowhere"),
+        (["show", "nothing.json"], "nothing.json: no recommendation there"),
+        (["tune", "--num-trials", "three"], "--num-trials"),
+        (["tune", "--no-such-flag"], "--no-such-flag"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_exits_2_and_names_flag_value_and_rule(tilebudget: Run, arguments: list[str], message: str) -> None:
+    code, out, err = tilebudget(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_a_missing_recommendation_exits_1(tilebudget: Run) -> None:
+    code, _, err = tilebudget("show", "llama-3.1-8b")
+    assert code == 1
+    assert "no recommendation for model=llama-3.1-8b" in err
+
+
+def test_tune_on_the_real_engine(tilebudget: Run, tmp_path: Path) -> None:
+    """The main job, small: a real study on the CPU, its run folder, and what show and report make of it."""
+    arguments = ["--num-requests", "6", "--num-trials", "3", "--repeats", "2", "--num-contenders", "1", *SMALL]
+    code, out, err = tilebudget("tune", *arguments, "--run-dir", "runs/a", "--json")
+    assert code in (0, 3)
+    recommendation = json.loads(out)
+    assert recommendation["status"] == ("feasible" if code == 0 else "infeasible")
+    assert recommendation["token_budget"] >= 4
+    assert recommendation["num_trials"]["failed"] == 0
+    assert "search 3/3" in err
+    code, out, _ = tilebudget("show", "runs/latest", "--format", "vllm")
+    assert code == 0
+    assert out.startswith(f"--max-num-batched-tokens {recommendation['token_budget']} --max-num-seqs 4 ")
+    code, out, _ = tilebudget("show", "tiny-llama", "--format", "json")
+    assert json.loads(out) == recommendation
+    (tmp_path / "runs/a/report.html").unlink()
+    code, out, _ = tilebudget("report", "runs/a")
+    assert code == 0
+    assert str(recommendation["token_budget"]) in Path(out.strip()).read_text()
+
+
+def test_an_infeasible_slo_exits_3(tilebudget: Run) -> None:
+    arguments = ["--num-requests", "4", "--num-trials", "2", "--repeats", "2", "--num-contenders", "1", *SMALL]
+    code, out, _ = tilebudget("tune", *arguments, "--tbt-slo", "1us", "--json")
+    assert code == 3
+    recommendation = json.loads(out)
+    assert recommendation["status"] == "infeasible"
+    assert "No budget meets the SLO" in recommendation["verdict"]
