@@ -1,90 +1,187 @@
 """Attention over KV pages in plain torch operations, for the mixed batch of one iteration.
 
-The cache of one layer is ``[num_slots, 2, num_kv_heads, head_dim]``, keys then values of one token side by side, so
-that a run of adjacent blocks is one view and a scattered sequence is one gather of whole blocks.
+Decodes and prompt chunks take different ways:
+
+- All decodes together read the pages *where they are*: each page is scored against the query of its owner in one
+  batched matrix product over the pool, and the pages of a sequence are combined by their log-sum-exp (split-KV, as
+  FlashDecoding has it). No copy of the cache, no loop over requests, any block table.
+- Each chunk attends to its own keys, or, when it has a prefix, to a gathered copy of its pages.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
+from .kv_pages import LayerPages
 from .model_input import Spans
+
+#: Below this share of owned pages in the span of the pool that decodes touch, the pages are copied out instead: a
+#: copy moves about 2.5 times the bytes of reading in place.
+MIN_IN_PLACE_SHARE = 0.4
+
+#: Query rows per attention call on a CPU, whose kernel skips masked keys only between calls: a chunk's first tile
+#: does not pay for its last keys.
+TILE_ROWS = 128
 
 
 def attention_ref(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Causal attention of the last ``len(q)`` tokens of one sequence, in fp32, written out.
 
-    q ``[rows, num_heads, head_dim]``; keys and values ``[kv_len, num_kv_heads, head_dim]``. Returns as q.
+    q ``[rows, num_heads, head_dim]``; keys and values ``[num_kv_heads, kv_len, head_dim]``. Returns as q.
     """
     rows, num_heads, head_dim = q.shape
-    kv_len, num_kv_heads, _ = keys.shape
-    group = num_heads // num_kv_heads
-    wide_keys = keys.float().repeat_interleave(group, dim=1)
-    wide_values = values.float().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), wide_keys) * head_dim**-0.5
-    visible = torch.ones(rows, kv_len, dtype=torch.bool).tril(kv_len - rows)
-    scores = scores.masked_fill(~visible.to(q.device), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_values).to(q.dtype)
+    num_kv_heads, kv_len, _ = keys.shape
+    wide_keys, wide_values = (kv.float().repeat_interleave(num_heads // num_kv_heads, dim=0) for kv in (keys, values))
+    scores = torch.einsum("qhd,hkd->hqk", q.float(), wide_keys) * head_dim**-0.5
+    visible = torch.ones(rows, kv_len, dtype=torch.bool, device=q.device).tril(kv_len - rows)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,hkd->qhd", weights, wide_values).to(q.dtype)
 
 
-@dataclass(slots=True)
-class _Piece:
-    """One sequence's share: its rows, and where its keys and values are."""
+class DecodeAttention:
+    """Attention of the decodes of one iteration, one query row each; built once, called for each layer."""
 
-    rows: slice
-    kv_len: int
-    first_slot: int
-    blocks: Tensor | None
-    mask: Tensor | None
-    causal: bool
+    def __init__(self, spans: Spans, device: torch.device) -> None:
+        count, block_size = spans.num_decodes, spans.block_size
+        kv_lens = spans.kv_lens[:count]
+        num_pages = -(-kv_lens // block_size)
+        held = np.arange(int(num_pages.max())) < num_pages[:, None]
+        pages = spans.blocks[:count, : held.shape[1]][held].astype(np.int64)  # in order of owner
+        low, high = int(pages.min()), int(pages.max()) + 1
+        in_place = len(pages) >= MIN_IN_PLACE_SHARE * (high - low)
+        self._span = slice(low, high) if in_place else None
+        local = pages - low if in_place else np.arange(len(pages))
+        num_scored = high - low if in_place else len(pages)
+
+        first = np.cumsum(num_pages) - num_pages
+        # Pages of nobody (free, or a prompt in the making) get scored too, by owner 0, and are then left out.
+        owner = np.zeros(num_scored, dtype=np.int64)
+        owner[local] = np.repeat(np.arange(count), num_pages)
+        tail_mask = np.zeros((num_scored, block_size), dtype=np.float32)
+        last = local[first + num_pages - 1]
+        filled = kv_lens - (num_pages - 1) * block_size
+        tail_mask[last] = np.where(np.arange(block_size) < filled[:, None], 0.0, -np.inf)
+        page_of = np.zeros(held.shape, dtype=np.int64)
+        page_of[held] = local
+
+        self._count = count
+        self._block_size = block_size
+        self._pages = None if in_place else torch.from_numpy(pages).to(device)
+        self._owned = torch.from_numpy(local).to(device)
+        self._first = torch.from_numpy(first).to(device)
+        self._owner = torch.from_numpy(owner).to(device)
+        self._tail_mask = torch.from_numpy(tail_mask[:, None]).to(device)
+        self._page_of = torch.from_numpy(page_of).to(device)
+        self._missing = torch.from_numpy(~held[:, :, None]).to(device)
+
+    def __call__(self, q: Tensor, cache: LayerPages) -> Tensor:
+        """Attention output ``[num decodes, num_heads * head_dim]`` for q ``[num decodes, num_heads, head_dim]``."""
+        if self._span is not None:
+            keys, values = cache.keys[self._span], cache.values[self._span]
+        else:
+            assert self._pages is not None
+            keys, values = cache.keys.index_select(0, self._pages), cache.values.index_select(0, self._pages)
+        num_pages, num_kv_heads, head_dim, block_size = keys.shape
+        num_heads = q.shape[1]
+        by_group = (num_pages * num_kv_heads, num_heads // num_kv_heads)
+        by_head = (num_pages, num_heads)
+
+        queries = q.reshape(self._count, -1).index_select(0, self._owner).view(*by_group, head_dim)
+        scores = torch.bmm(queries, keys.view(-1, head_dim, block_size)).view(*by_head, block_size)
+        scores = torch.add(self._tail_mask, scores, alpha=head_dim**-0.5)  # in fp32
+        # log_softmax is score - lse, so its first column gives every page's lse in one fused pass; the first token
+        # of a page is never masked.
+        page_lse = scores.select(-1, 0) - scores.log_softmax(-1).select(-1, 0)
+        split = page_lse.index_select(0, self._page_of.view(-1)).view(*self._page_of.shape, num_heads)
+        lse = split.masked_fill_(self._missing, float("-inf")).logsumexp(1)
+        weights = scores.sub_(lse.index_select(0, self._owner).unsqueeze(-1)).exp_()
+        mixed = torch.bmm(weights.to(q.dtype).view(*by_group, block_size), values.view(-1, block_size, head_dim))
+        # Sums the pages of each owner: an embedding bag is torch's fast ragged sum.
+        return F.embedding_bag(self._owned, mixed.view(num_pages, -1), self._first, mode="sum")
+
+
+class ChunkAttention:
+    """Attention of one prompt chunk, causal within the chunk and over its whole prefix."""
+
+    def __init__(self, spans: Spans, place: int, device: torch.device) -> None:
+        first, num_rows = int(spans.first_row[place]), int(spans.num_rows[place])
+        self.rows = slice(first, first + num_rows)
+        self._kv_len = int(spans.kv_lens[place])
+        self._prefix = self._kv_len - num_rows
+        self._pages = None
+        if self._prefix:
+            blocks = spans.blocks[place, : -(-self._kv_len // spans.block_size)]
+            self._pages = torch.from_numpy(blocks.astype(np.int64)).to(device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerPages, mask: Tensor | None) -> Tensor:
+        """Attention output ``[rows, num_kv_heads, group, head_dim]``.
+
+        q ``[rows, num_heads, head_dim]``; k and v ``[rows, num_kv_heads, head_dim]`` are the chunk's own and already
+        in ``cache``. ``mask`` is that of ``causal_band``, None where the kernel aligns causality by itself.
+        """
+        num_kv_heads, head_dim = k.shape[1:]
+        group = q.shape[1] // num_kv_heads
+        if self._pages is None:
+            keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        else:
+            keys, values = cache.gather(self._pages, self._kv_len)
+        # Batch = KV head, heads = the query heads that share it: keys are read where they are, not repeated.
+        queries = q.view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        keys, values = (kv.unsqueeze(1).expand(-1, group, -1, -1) for kv in (keys, values))
+        if mask is None:
+            bias = causal_lower_right(queries.shape[2], self._kv_len)
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias).permute(2, 0, 1, 3)
+        tiles = []
+        reach = mask.shape[1] - TILE_ROWS
+        for begin in range(0, queries.shape[2], TILE_ROWS):
+            tile = queries[:, :, begin : begin + TILE_ROWS]
+            seen = self._prefix + begin + tile.shape[2]
+            start = reach - self._prefix - begin
+            band = mask[: tile.shape[2], start : start + seen]
+            tiles.append(F.scaled_dot_product_attention(tile, keys[:, :, :seen], values[:, :, :seen], attn_mask=band))
+        return torch.cat(tiles, dim=2).permute(2, 0, 1, 3) if len(tiles) > 1 else tiles[0].permute(2, 0, 1, 3)
+
+
+def causal_band(reach: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Additive mask ``[TILE_ROWS, reach + TILE_ROWS]``: row ``i`` sees the columns up to ``reach + i``.
+
+    A tile whose first row is token ``t`` (at most ``reach``) takes its columns from ``reach - t`` on, so that one
+    tensor serves every chunk, prefix and layer.
+    """
+    columns = torch.arange(reach + TILE_ROWS, device=device)
+    rows = torch.arange(TILE_ROWS, device=device)
+    band = torch.zeros((TILE_ROWS, reach + TILE_ROWS), dtype=dtype, device=device)
+    return band.masked_fill_(columns > rows[:, None] + reach, float("-inf"))
 
 
 class PagedAttention:
-    """Attention of one iteration; built once from its spans, then called for each layer."""
+    """Attention of one whole iteration; built once from its spans, then called for each layer."""
 
-    def __init__(self, spans: Spans, device: torch.device) -> None:
-        self._block_size = spans.block_size
-        self._pieces = [self._piece(spans, place, device) for place in range(len(spans.num_rows))]
+    def __init__(self, spans: Spans, device: torch.device, mask: Tensor | None) -> None:
+        self._num_decodes = spans.num_decodes
+        self._decodes = DecodeAttention(spans, device) if spans.num_decodes else None
+        self._chunks = [ChunkAttention(spans, place, device) for place in range(spans.num_decodes, len(spans.num_rows))]
+        self._mask = mask
 
-    def _piece(self, spans: Spans, place: int, device: torch.device) -> _Piece:
-        first, rows, kv_len = (int(a[place]) for a in (spans.first_row, spans.num_rows, spans.kv_lens))
-        blocks = spans.blocks[place, : -(-kv_len // spans.block_size)]
-        contiguous = bool((np.diff(blocks) == 1).all())
-        mask = None
-        if 1 < rows < kv_len:
-            mask = torch.ones(rows, kv_len, dtype=torch.bool, device=device).tril_(kv_len - rows)
-        return _Piece(
-            rows=slice(first, first + rows),
-            kv_len=kv_len,
-            first_slot=int(blocks[0]) * spans.block_size,
-            blocks=None if contiguous else torch.from_numpy(blocks.astype(np.int64)).to(device),
-            mask=mask,
-            causal=rows > 1 and rows == kv_len,
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerPages) -> Tensor:
+        """Attention output ``[num rows, num_heads * head_dim]``.
+
+        q ``[num rows, num_heads, head_dim]``; k and v ``[num rows, num_kv_heads, head_dim]``, already in ``cache``.
+        """
+        if not self._chunks and self._decodes is not None:
+            return self._decodes(q, cache)
+        num_kv_heads = k.shape[1]
+        out = torch.empty(
+            (len(q), num_kv_heads, q.shape[1] // num_kv_heads, q.shape[2]), dtype=q.dtype, device=q.device
         )
-
-    def __call__(self, q: Tensor, cache: Tensor) -> Tensor:
-        """Attention output ``[num rows, num_heads * head_dim]`` for q ``[num rows, num_heads, head_dim]``."""
-        num_rows, num_heads, head_dim = q.shape
-        num_kv_heads = cache.shape[2]
-        group = num_heads // num_kv_heads
-        paged = cache.view(-1, self._block_size, 2, num_kv_heads, head_dim)
-        out = torch.empty((num_rows, num_kv_heads, group, head_dim), dtype=q.dtype, device=q.device)
-        grouped = q.view(num_rows, num_kv_heads, group, head_dim)
-        for piece in self._pieces:
-            if piece.blocks is None:
-                kv = cache[piece.first_slot : piece.first_slot + piece.kv_len]
-            else:
-                kv = paged.index_select(0, piece.blocks).flatten(0, 1)[: piece.kv_len]
-            # Batch = KV head, heads = the query heads that share it: keys are read once, not repeated.
-            queries = grouped[piece.rows].permute(1, 2, 0, 3)
-            shape = (num_kv_heads, group, piece.kv_len, head_dim)
-            keys = kv[:, 0].transpose(0, 1).unsqueeze(1).expand(shape)
-            values = kv[:, 1].transpose(0, 1).unsqueeze(1).expand(shape)
-            mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=piece.mask, is_causal=piece.causal)
-            out[piece.rows] = mixed.permute(2, 0, 1, 3)
-        return out.view(num_rows, num_heads * head_dim)
+        if self._decodes is not None:
+            count = self._num_decodes
+            out[:count] = self._decodes(q[:count], cache).view(count, *out.shape[1:])
+        for chunk in self._chunks:
+            rows = chunk.rows
+            out[rows] = chunk(q[rows], k[rows], v[rows], cache, self._mask)
+        return out.flatten(1)

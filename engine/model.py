@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import PagedAttention
+from .attention import TILE_ROWS, PagedAttention, causal_band
+from .kv_pages import KVPages
 from .model_config import ModelConfig, RopeConfig
-from .model_input import ModelInput
+from .model_input import ModelInput, Spans
 from .weights import LayerWeights, ModelWeights
 
 
@@ -37,49 +38,53 @@ class Model:
         self.weights = weights
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
+        self._band: Tensor | None = None
         self._frequencies = rope_frequencies(config.rope, config.head_dim).to(self.device)
 
-    def new_cache(self, num_slots: int) -> Tensor:
-        """An empty KV cache ``[num_layers, num_slots, 2, num_kv_heads, head_dim]``, zeroed.
-
-        Zeroed, because a masked key still multiplies its value by 0, and 0 times leftover NaN is NaN.
-        """
+    def new_pages(self, num_blocks: int, block_size: int) -> KVPages:
+        """An empty KV cache of this model's shape."""
         config = self.config
-        shape = (config.num_layers, num_slots, 2, config.num_kv_heads, config.head_dim)
-        return torch.empty(shape, dtype=self.dtype, device=self.device).zero_()
+        return KVPages(
+            num_layers=config.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
-    def forward(self, step: ModelInput, cache: Tensor) -> Tensor:
+    def attention(self, spans: Spans) -> PagedAttention:
+        """The attention of an iteration with these spans, for ``forward``."""
+        if self.device.type == "cpu" and len(spans.num_rows) > spans.num_decodes:
+            reach = int(spans.kv_lens.max())
+            if self._band is None or self._band.shape[1] < reach + TILE_ROWS:
+                self._band = causal_band(min(2 * reach, self.config.max_position), self.dtype, self.device)
+        return PagedAttention(spans, self.device, self._band)
+
+    def forward(self, step: ModelInput, attention: PagedAttention, cache: KVPages) -> Tensor:
         """Logits ``[len(step.emit_rows), vocab_size]``; writes the keys and values of all rows into ``cache``."""
-        attention = PagedAttention(step.spans, self.device)
         cos, sin = self._rotation(step.positions)
         x = F.embedding(step.token_ids, self.weights.embedding)
-        for layer, kv in zip(self.weights.layers, cache.unbind(0), strict=True):
-            x = x + self._attend(layer, self._norm(x, layer.input_norm), cos, sin, step.kv_slots, kv, attention)
+        for layer, pages in zip(self.weights.layers, cache.layers, strict=True):
+            q, k, v = self._heads(layer, self._norm(x, layer.input_norm), cos, sin)
+            pages.write(step.pages, step.offsets, k, v)
+            x = x + layer.o(attention(q, k, v, pages))
             x = x + self._mlp(layer, self._norm(x, layer.mlp_norm))
         x = self._norm(x.index_select(0, step.emit_rows), self.weights.final_norm)
         return self.weights.lm_head(x)
 
-    def _attend(
-        self,
-        layer: LayerWeights,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_slots: Tensor,
-        cache: Tensor,
-        attention: PagedAttention,
-    ) -> Tensor:
+    def _heads(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normed where the model does and rotated, and values: ``[num rows, heads, head_dim]``."""
         config = self.config
-        heads = layer.qkv(x).view(len(x), -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
-        q, k, v = heads[:, : config.num_heads], heads[:, config.num_heads : num_rotated], heads[:, num_rotated:]
+        heads = layer.qkv(x).view(len(x), -1, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = heads[:, : config.num_heads], heads[:, config.num_heads : num_rotated]
             q.copy_(self._norm(q, layer.q_norm))
             k.copy_(self._norm(k, layer.k_norm))
         rotated = _rotate(heads[:, :num_rotated], cos, sin)
-        kv = torch.stack((rotated[:, config.num_heads :], v), dim=1)
-        cache.index_copy_(0, kv_slots, kv)
-        return layer.o(attention(rotated[:, : config.num_heads], cache))
+        return rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, num_rotated:]
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         up = layer.up(x)
@@ -100,4 +105,8 @@ class Model:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs ``(i, i + head_dim / 2)`` of every head."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = first.shape[-1]
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
+    return rotated

@@ -34,12 +34,13 @@ class Spans:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInput:
-    """The flattened batch: ids, positions and KV slots int64 ``[num rows]``; ``emit_rows`` are those whose logits
-    are wanted. A KV slot is ``block * block_size + offset``, where the row's key and value go."""
+    """The flattened batch, int64 ``[num rows]`` each: token ids, positions, and the page and the offset in it where a
+    row's key and value go. ``emit_rows`` are the rows whose logits are wanted."""
 
     token_ids: Tensor
     positions: Tensor
-    kv_slots: Tensor
+    pages: Tensor
+    offsets: Tensor
     emit_rows: Tensor
     spans: Spans
 
@@ -66,8 +67,8 @@ def build_input(batch: Batch, kv: BlockManager, device: torch.device) -> ModelIn
 
     owner = np.repeat(np.arange(num_sequences), num_rows)
     positions = np.arange(total) + np.repeat(computed - first_row, num_rows)
-    page, offset = np.divmod(positions, kv.block_size)
-    kv_slots = kv.block_table[slots[owner], page].astype(np.int64) * kv.block_size + offset
+    place_in_table, offsets = np.divmod(positions, kv.block_size)
+    pages = kv.block_table[slots[owner], place_in_table].astype(np.int64)
     kv_lens = computed + num_rows
     spans = Spans(
         num_decodes=num_decodes,
@@ -78,9 +79,13 @@ def build_input(batch: Batch, kv: BlockManager, device: torch.device) -> ModelIn
         block_size=kv.block_size,
     )
     emit_rows = (first_row + num_rows - 1)[ends_prefill]
-    tensors = [torch.from_numpy(array).to(device) for array in (token_ids, positions, kv_slots, emit_rows)]
     return ModelInput(
-        token_ids=tensors[0], positions=tensors[1], kv_slots=tensors[2], emit_rows=tensors[3], spans=spans
+        token_ids=torch.from_numpy(token_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        pages=torch.from_numpy(pages).to(device),
+        offsets=torch.from_numpy(offsets).to(device),
+        emit_rows=torch.from_numpy(emit_rows).to(device),
+        spans=spans,
     )
 
 

@@ -25,10 +25,11 @@ from .device import (
 from .executor import NonFiniteLogitsError, OutOfMemoryError, StepResult
 from .hf_config import resolve_model
 from .kv_cache import BlockManager
+from .kv_pages import KVPages
 from .model import Model
 from .model_config import ModelConfig
-from .model_input import ModelInput, Spans, build_input
-from .request import Batch
+from .model_input import ModelInput, build_input
+from .request import Batch, Request, Sequence
 from .weights import load_weights, random_weights
 
 
@@ -52,7 +53,8 @@ class TorchExecutor:
         self.max_position = model.config.max_position
         self.vocab_size = model.config.vocab_size
         self._device = model.device
-        self._cache = torch.empty(0)
+        self._cache: KVPages | None = None
+        self._kv: BlockManager | None = None
         self._warm: EngineConfig | None = None
 
     @classmethod
@@ -103,7 +105,7 @@ class TorchExecutor:
 
         The cache of the previous run counts as free. Raises OutOfMemoryError when not one request fits.
         """
-        free = free_memory_bytes(self._device) + self._cache.nbytes
+        free = free_memory_bytes(self._device) + (self._cache.num_bytes if self._cache else 0)
         blocks = int(free * KV_MEMORY_FRACTION[self._device.type]) // self._block_bytes(config.block_size)
         if blocks < config.max_blocks_per_seq:
             raise OutOfMemoryError(
@@ -115,34 +117,39 @@ class TorchExecutor:
     def start(self, config: EngineConfig, kv: BlockManager) -> None:
         """Allocate the KV cache (that of the previous run is used again where it fits) and warm up."""
         self._kv = kv
-        num_slots = kv.num_blocks * kv.block_size
-        if self._cache.ndim != 5 or self._cache.shape[1] != num_slots:
-            self._cache = torch.empty(0)  # before the new one is asked for
+        cache = self._cache
+        if cache is None or (cache.num_blocks, cache.block_size) != (kv.num_blocks, kv.block_size):
+            self._cache = cache = None  # freed before the new one is asked for
             what = f"a KV cache of {kv.num_blocks} blocks"
             require_memory(kv.num_blocks * self._block_bytes(kv.block_size), self._device, what)
             with memory_errors(what):
-                self._cache = self.model.new_cache(num_slots)
+                self._cache = self.model.new_pages(kv.num_blocks, kv.block_size)
+            self._warm = None
         if self._warm != config:
-            self._warm_up(config, num_slots)
+            self._warm_up(config, kv)
             self._warm = config
 
     def execute(self, batch: Batch) -> StepResult:
         """Run one iteration; raises OutOfMemoryError and NonFiniteLogitsError."""
+        if self._kv is None:
+            raise RuntimeError("execute was called before start")
         with memory_errors(f"an iteration of {batch.num_tokens} tokens"):
             return self._step(build_input(batch, self._kv, self._device))
 
     @torch.inference_mode()
     def _step(self, step: ModelInput) -> StepResult:
+        assert self._cache is not None
+        attention = self.model.attention(step.spans)
         if self._device.type == "cuda":
             began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             began.record()
-            token_ids = self._sample(self.model.forward(step, self._cache))
+            token_ids = self._sample(self.model.forward(step, attention, self._cache))
             ended.record()
             ended.synchronize()
             return StepResult(began.elapsed_time(ended) / 1000.0, token_ids)
         began_s = perf_counter()
-        token_ids = self._sample(self.model.forward(step, self._cache))
+        token_ids = self._sample(self.model.forward(step, attention, self._cache))
         return StepResult(perf_counter() - began_s, token_ids)
 
     def _sample(self, logits: Tensor) -> npt.NDArray[np.int64]:
@@ -151,35 +158,41 @@ class TorchExecutor:
         finite = torch.isfinite(logits.sum(dtype=torch.float32))
         token_ids: npt.NDArray[np.int64] = logits.argmax(dim=-1).cpu().numpy()
         if not finite:
-            self._cache.zero_()  # NaN left in the cache would spread to the next run through masked keys
+            if self._cache is not None:
+                self._cache.clear()  # NaN left in the cache would spread to the next run through masked keys
             raise NonFiniteLogitsError(f"{self.model.config.name} produced NaN or infinite logits")
         return token_ids
 
     def _block_bytes(self, block_size: int) -> int:
         return self.model.config.kv_elements_per_token * self.model.dtype.itemsize * block_size
 
-    def _warm_up(self, config: EngineConfig, num_slots: int) -> None:
-        """Pay first-call costs (kernel selection, thread pools, page faults) before anything is timed."""
-        longest = min(config.token_budget or config.max_model_len, config.max_model_len, num_slots)
-        for num_rows in (longest, longest, 1):
-            positions = torch.arange(num_rows, device=self._device)
-            blocks = np.arange(-(-num_rows // config.block_size), dtype=np.int32)[None]
-            size = np.array([num_rows])
-            spans = Spans(
-                num_decodes=int(num_rows == 1),
-                first_row=np.array([0]),
-                num_rows=size,
-                kv_lens=size,
-                blocks=blocks,
-                block_size=config.block_size,
-            )
-            with memory_errors(f"an iteration of {num_rows} tokens"):
-                self._step(
-                    ModelInput(
-                        token_ids=positions % self.vocab_size,
-                        positions=positions,
-                        kv_slots=positions,
-                        emit_rows=positions[-1:],
-                        spans=spans,
-                    )
-                )
+    def _warm_up(self, config: EngineConfig, kv: BlockManager) -> None:
+        """Pay first-call costs (kernel selection, thread pools, page faults) before anything is timed.
+
+        Runs the largest prompt chunk and the fullest decode batch of ``config`` on a table of its own; what they
+        leave in the cache is never read.
+        """
+        scratch = BlockManager(
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_blocks_per_seq=config.max_blocks_per_seq,
+        )
+        longest = min(config.max_model_len, kv.num_blocks * kv.block_size)
+        chunk = min(config.token_budget or longest, longest)
+        sequence = _warm_sequence(chunk)
+        sequence.slot = scratch.allocate(chunk)
+        batches = [Batch([], [sequence], [chunk])] * 2
+        decodes = [_warm_sequence(1) for _ in range(min(config.max_num_seqs, kv.num_blocks))]
+        scratch.free(sequence.slot)
+        for decode in decodes:
+            decode.slot = scratch.allocate(1)
+        batches += [Batch(decodes), Batch(decodes[:1])]
+        with memory_errors("the warm-up"):
+            for batch in batches:
+                self._step(build_input(batch, scratch, self._device))
+
+
+def _warm_sequence(num_tokens: int) -> Sequence:
+    request = Request(arrival_s=0.0, prompt_tokens=num_tokens, output_tokens=1)
+    return Sequence(0, request, np.zeros(num_tokens, dtype=np.int64))

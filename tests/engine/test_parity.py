@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch import Tensor
-
 from tilebudget.engine import POLICY_NAMES, Batch, Engine, EngineConfig, Request, StepResult, Workload
 from tilebudget.engine.torch_executor import TorchExecutor
+from torch import Tensor
 
 if TYPE_CHECKING:
     from conftest import Reference
