@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .json_object import JsonObject
+from .text import budget_label
 
 STATUSES = ("feasible", "infeasible", "no_data")
 SCHEMA_MAJOR = "1"
@@ -72,6 +73,13 @@ class Answer:
     seed: str
     command: str
     created_at: str
+
+    @property
+    def marked_label(self) -> str | None:
+        """The budget to mark in figures and tables; None where the study ended without one."""
+        if self.token_budget is None and self.status != "feasible":
+            return None
+        return budget_label(self.token_budget)
 
     @property
     def bubble_metric(self) -> str:

@@ -51,8 +51,7 @@ def summarise_budgets(search: pd.DataFrame, answer: Answer) -> pd.DataFrame:
         index=frame.index,
         dtype=object,
     )
-    chosen = None if answer.status == "no_data" else budget_label(answer.token_budget)
-    frame["recommended"] = frame["label"] == chosen
+    frame["recommended"] = frame["label"] == answer.marked_label
     return frame.sort_values("token_budget", na_position="last").reset_index(drop=True)
 
 

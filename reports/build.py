@@ -23,11 +23,12 @@ from .budgets import summarise_budgets
 from .figures import draw_budgets, draw_pipeline, draw_tails
 from .findings import judge_confidence
 from .history import draw_history
+from .lanes import build_lanes, policy_rows
 from .run_folder import RunFolder, read_run_folder
 from .style import Drawing
 from .tables import TRIAL_COLUMNS, provenance, trial_rows
 from .text import KIND_NAMES, SERVER_NAMES, budget_label, count, milliseconds, percent, rate, significant
-from .timeline import build_lanes, draw_timeline, policy_rows
+from .timeline import draw_timeline
 
 REPORT_NAME = "report.html"
 STATUS_WORDS = {"feasible": "meets the SLO", "infeasible": "no budget meets the SLO", "no_data": "no data for the SLO"}
@@ -74,6 +75,7 @@ def render_report(folder: RunFolder) -> str:
     environment.filters |= {"ms": milliseconds, "rate": rate, "percent": percent, "budget": budget_label}
     return environment.from_string(_template("report.html.j2")).render(
         answer=answer,
+        verdict=_lead(answer.verdict),
         status_words=STATUS_WORDS[answer.status],
         confidence=judge_confidence(answer),
         tiles=_tiles(answer),
@@ -129,7 +131,7 @@ def _tiles(answer: Answer) -> list[Tile]:
             "%",
             expected.get(answer.bubble_metric),
             100.0,
-            f"iteration CV {significant(cv.value)}" if cv else "",
+            f"iteration CV {cv.value:.2f}" if cv else "",
         ),
     ]
 
@@ -142,6 +144,13 @@ def _tile(title: str, unit: str, estimate: Estimate | None, scale: float, contex
     if estimate.low is not None and estimate.high is not None and estimate.repeats > 1:
         spread = f"{form(estimate.low * scale)} to {form(estimate.high * scale)} over {estimate.repeats} runs"
     return Tile(title=title, value=form(estimate.value * scale), unit=unit, spread=spread, context=context)
+
+
+def _lead(verdict: str) -> tuple[str, str]:
+    """The verdict's opening, set large, and the rest: a first sentence shorter than a line takes the next with it."""
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", verdict)
+    opening = 2 if len(sentences) > 1 and len(sentences[0]) < 40 else 1
+    return " ".join(sentences[:opening]), " ".join(sentences[opening:])
 
 
 def _arguments(command: str) -> list[str]:
@@ -163,14 +172,15 @@ def _kind(budgets: pd.DataFrame) -> str:
     return str(chosen.iloc[0]["kind"]) if len(chosen) else ""
 
 
-def _problems(folder: RunFolder) -> list[tuple[str, str, str, str]]:
-    """Failed runs first, then stopped ones: run, budget, what happened, why."""
+def _problems(folder: RunFolder) -> list[tuple[str, str, str]]:
+    """Failed runs first, then stopped ones: what happened, why, and the runs (budgets) that share this reason."""
     rows = folder.trials[folder.trials["state"].isin(["failed", "pruned"])].sort_values("state", kind="stable")
     words = {"failed": "failed", "pruned": "stopped early"}
-    return [
-        (str(row["run"]), budget_label(row["token_budget"]), words[row["state"]], row["reason"] or "no reason recorded")
-        for _, row in rows.iterrows()
-    ]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for _, row in rows.iterrows():
+        cause = (words[row["state"]], row["reason"] or "no reason recorded")
+        groups.setdefault(cause, []).append(f"{row['run']} ({budget_label(row['token_budget'])})")
+    return [(what, why, ", ".join(runs)) for (what, why), runs in groups.items()]
 
 
 def _traffic(folder: RunFolder) -> str:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from math import log10
-
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from .answer import Answer
+from .budget_axes import add_slo_line, finish_budget_axis, latency_axis, mark_recommended, value_axis
 from .budgets import KIND_ORDER
 from .findings import budget_finding, pipeline_finding, tail_finding
 from .run_folder import RunFolder
-from .style import GREEN, INK, KIND_STYLES, MUTED, PAPER, SKY, TINT, VERMILLION, Drawing, finish, log_ticks
-from .text import KIND_NAMES, budget_label, count, milliseconds
+from .style import GREEN, INK, KIND_STYLES, MUTED, PAPER, SKY, VERMILLION, Drawing, finish, log_ticks
+from .text import KIND_NAMES, budget_label, count, listing
 
 NOTHING_COMPLETE = "No trial ran to its end, so there is nothing to draw here; the trials and their reasons are below."
+NOTHING_MEASURED = "No complete trial carries a TBT, a throughput or a bubble fraction, so nothing is drawn here."
 NO_GAPS = (
     "No trial has a time between tokens: every request generated at most one token, so P99 TBT has no data "
     "and the SLO is neither met nor missed."
 )
 X_TITLE = "token budget (in order, not to scale)"
-#: A latency axis turns logarithmic where its values span more than this factor.
-LOG_SPAN = 4.0
 
 
 def draw_budgets(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
@@ -33,45 +30,49 @@ def draw_budgets(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
     if budgets.empty:
         return Drawing(name=name, title=title, finding=NOTHING_COMPLETE)
     bubble = folder.answer.bubble_metric
-    stages = bubble.rsplit("_", 1)[1]
+    pruned = _pruned_only(folder.search, budgets)
     panels = [
         ("tbt_p99_ms", "P99 TBT, ms", 1.0, ".4~g"),
         ("total_tokens_per_s", "total tokens/s", 1.0, ",.0f"),
-        (bubble, f"bubbles, {stages} stages, %", 100.0, ".1f"),
+        (bubble, f"bubbles, {bubble.rsplit('_', 1)[1]} stages, %", 100.0, ".1f"),
     ]
-    figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.055, row_heights=[0.4, 0.32, 0.28])
+    panels = [panel for panel in panels if budgets[panel[0]].notna().any()]
+    if not panels:
+        return Drawing(name=name, title=title, finding=NOTHING_MEASURED)
+    figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.055)
     for kind in KIND_ORDER:
         rows = budgets[budgets["kind"] == kind]
         if rows.empty:
             continue
         for row, (metric, label, scale, form) in enumerate(panels, start=1):
             figure.add_trace(_kind_markers(rows, kind, metric, label, scale, form, legend=row == 1), row=row, col=1)
-    pruned = _pruned_only(folder.search, budgets)
-    if len(pruned):
+    timed = panels[0][0] == "tbt_p99_ms"
+    if len(pruned) and timed:
         figure.add_trace(_pruned_markers(pruned), row=1, col=1)
     order = pd.concat([budgets["token_budget"], pruned["token_budget"]]).drop_duplicates()
     labels = [budget_label(budget) for budget in order.sort_values(na_position="last")]
-    _mark_recommended(figure, labels, folder.answer, rows=3)
-    _finish_budget_axis(figure, labels)
-    finish(figure, 640)
-    slo_ms = folder.answer.slo.tbt_p99_ms
-    latencies = pd.concat([budgets["tbt_p99_ms_low"], budgets["tbt_p99_ms_high"], pruned["tbt_p99_ms"]]).dropna()
-    if len(latencies):
-        latency_axis = _latency_axis(latencies, slo_ms)
-        figure.update_yaxes(row=1, col=1, **latency_axis)
-        _add_slo_line(figure, slo_ms, log="type" in latency_axis)
+    mark_recommended(figure, labels, folder.answer, rows=len(panels))
+    finish_budget_axis(figure, labels)
+    finish(figure, 100 + 180 * len(panels))
     for row, (metric, label, scale, _) in enumerate(panels, start=1):
-        figure.update_yaxes(title_text=label, row=row, col=1)
-        if row > 1:
-            figure.update_yaxes(row=row, col=1, **_value_axis(budgets, metric, scale))
-    figure.update_xaxes(title_text=X_TITLE, row=3, col=1)
+        figure.update_yaxes(title_text=label, row=row, col=1, **value_axis(budgets, metric, scale))
+    if timed:
+        latencies = pd.concat([budgets["tbt_p99_ms_low"], budgets["tbt_p99_ms_high"], pruned["tbt_p99_ms"]]).dropna()
+        axis = latency_axis(latencies, folder.answer.slo.tbt_p99_ms)
+        figure.update_yaxes(row=1, col=1, **axis)
+        add_slo_line(figure, folder.answer.slo.tbt_p99_ms, log="type" in axis)
+    figure.update_xaxes(title_text=X_TITLE, row=len(panels), col=1)
     repeated = budgets[budgets["num_runs"] > 1]
+    stopped = folder.search[folder.search["state"] == "pruned"]
+    unseen = stopped[~stopped["token_budget"].isin(order)]["token_budget"].drop_duplicates().sort_values()
     note = (
         f"Points are medians; bars run from the lowest to the highest run of the {count(len(repeated), 'budget')} that "
         "ran more than once."
         if len(repeated)
         else "Every budget ran once, so no spread is drawn."
     )
+    if len(unseen):
+        note += f" Not drawn, because stopped early: {listing([budget_label(budget) for budget in unseen])}."
     return Drawing(name=name, title=title, finding=budget_finding(folder, budgets), note=note, figure=figure)
 
 
@@ -106,15 +107,15 @@ def draw_tails(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
                 hovertemplate=f"budget %{{x}}<br>{label} %{{y:.4~g}} ms<extra></extra>",
             )
         )
-    _mark_recommended(figure, list(rows["label"]), folder.answer, rows=1)
-    _finish_budget_axis(figure, list(rows["label"]))
+    mark_recommended(figure, list(rows["label"]), folder.answer, rows=1)
+    finish_budget_axis(figure, list(rows["label"]))
     finish(figure, 420)
     low = float(levels[:, 1].min()) if len(with_quantiles) else float(rows["tbt_p50_ms"].min())
     slo_ms = folder.answer.slo.tbt_p99_ms
     spread = [low, float(rows["tbt_max_ms"].max())] + ([slo_ms] if slo_ms else [])
     figure.update_yaxes(title_text="time between tokens, ms (log)", **log_ticks(min(spread), max(spread)))
     figure.update_xaxes(title_text=X_TITLE)
-    _add_slo_line(figure, slo_ms, log=True)
+    add_slo_line(figure, slo_ms, log=True)
     note = (
         "Gaps between consecutive tokens of one request, pooled over all requests. "
         "P99.9 and the largest gap show a stall that the P99 can hide."
@@ -142,8 +143,8 @@ def draw_pipeline(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
         row=2,
         col=1,
     )
-    _mark_recommended(figure, list(budgets["label"]), folder.answer, rows=2)
-    _finish_budget_axis(figure, list(budgets["label"]))
+    mark_recommended(figure, list(budgets["label"]), folder.answer, rows=2)
+    finish_budget_axis(figure, list(budgets["label"]))
     finish(figure, 440)
     figure.update_yaxes(title_text="bubbles, %", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title_text="CV", rangemode="tozero", row=2, col=1)
@@ -241,99 +242,3 @@ def _span(x: pd.Series, low: np.ndarray, high: np.ndarray, label: str, color: st
         line={"color": color, "width": width},
         hovertemplate=f"budget %{{x}}<br>{label}: %{{y:.4~g}} ms<extra></extra>",
     )
-
-
-def _mark_recommended(figure: go.Figure, labels: list[str], answer: Answer, *, rows: int) -> None:
-    """A tinted band over the recommended budget in every panel, named once."""
-    chosen = budget_label(answer.token_budget)
-    if answer.status == "no_data" or chosen not in labels:
-        return
-    place = labels.index(chosen)
-    for row in range(1, rows + 1):
-        axis = "" if row == 1 else str(row)
-        figure.add_shape(
-            type="rect",
-            xref=f"x{axis}",
-            yref=f"y{axis} domain",
-            x0=place - 0.45,
-            x1=place + 0.45,
-            y0=0,
-            y1=1,
-            fillcolor=TINT,
-            line_width=0,
-            layer="below",
-            name="recommended",
-        )
-    figure.add_annotation(
-        text="<b>recommended</b>" if answer.status == "feasible" else "<b>closest</b>",
-        x=place,
-        xref="x",
-        y=1,
-        yref="y domain",
-        yanchor="bottom",
-        showarrow=False,
-        font={"size": 11.5, "color": INK},
-        name="recommended",
-    )
-
-
-def _add_slo_line(figure: go.Figure, slo_ms: float | None, *, log: bool) -> None:
-    """The SLO across the first panel, with its value at the left."""
-    if not slo_ms:
-        return
-    figure.add_shape(
-        type="line",
-        xref="x domain",
-        yref="y",
-        x0=0,
-        x1=1,
-        y0=slo_ms,
-        y1=slo_ms,
-        line={"color": INK, "dash": "dash", "width": 1.5},
-        name="slo",
-    )
-    figure.add_annotation(
-        text=f"P99 SLO {milliseconds(slo_ms)}",
-        xref="x domain",
-        yref="y",
-        x=0,
-        # An annotation on a logarithmic axis stands at an exponent, a shape at a value.
-        y=log10(slo_ms) if log else slo_ms,
-        xanchor="left",
-        yanchor="bottom",
-        showarrow=False,
-        font={"size": 11.5, "color": INK},
-        name="slo",
-    )
-
-
-def _finish_budget_axis(figure: go.Figure, labels: list[str]) -> None:
-    figure.update_xaxes(
-        type="category",
-        categoryorder="array",
-        categoryarray=labels,
-        range=[-0.6, len(labels) - 0.4],
-        showgrid=False,
-    )
-
-
-def _latency_axis(values: pd.Series, slo_ms: float | None) -> dict[str, object]:
-    """An axis for latencies in ms that holds the SLO too: logarithmic where they span a wide range."""
-    low, high = float(values.min()), float(values.max())
-    if slo_ms:
-        low, high = min(low, slo_ms), max(high, slo_ms)
-    if low > 0 and high > LOG_SPAN * low:
-        return log_ticks(low, high)
-    margin = 0.12 * (high - low) or 0.05 * high
-    return {"range": [max(low - margin, 0.0), high + 1.5 * margin]}
-
-
-def _value_axis(budgets: pd.DataFrame, metric: str, scale: float) -> dict[str, object]:
-    """A range that does not blow differences below 10% up."""
-    values = budgets[[f"{metric}_low", f"{metric}_high"]].to_numpy(dtype=float) * scale
-    values = values[np.isfinite(values)]
-    if not len(values):
-        return {}
-    low, high = float(values.min()), float(values.max())
-    margin = max(0.12 * (high - low), 0.05 * high - 0.5 * (high - low), 1e-9)
-    return {"range": [max(low - margin, 0.0), high + margin]}

@@ -25,15 +25,17 @@ class Confidence:
 
 def judge_confidence(answer: Answer) -> Confidence:
     """High: at least three repeats, all inside the SLO, throughput within ±5%. Moderate: at least two repeats, all
-    inside. Low: everything else. An identical clock in every repeat is said, for it measures no noise."""
+    inside. Low: everything else, no TBT data included. Repeats on a modelled clock are identical and measure no
+    noise: never more than moderate."""
     tbt = answer.expected.get("tbt_p99_ms")
     throughput = answer.expected.get("total_tokens_per_s")
     anything = tbt or throughput
     if anything is None:
         return Confidence(level="none", reasons="Nothing was measured for a recommendation.")
-    reasons = [_repeat_reason(anything, throughput)]
+    identical = _identical(anything) and (throughput is None or _identical(throughput))
+    reasons = [_repeat_reason(anything, throughput, identical=identical)]
     limit_ms = answer.slo.tbt_p99_ms
-    inside = True
+    inside = False
     if tbt and limit_ms:
         worst_ms = tbt.high if tbt.high is not None else tbt.value
         inside = worst_ms <= limit_ms
@@ -47,26 +49,34 @@ def judge_confidence(answer: Answer) -> Confidence:
     noise = throughput.half_spread if throughput else 0.0
     level = "low"
     if inside and anything.repeats >= 2:
-        level = "high" if anything.repeats >= 3 and noise <= 0.05 else "moderate"
+        level = "high" if anything.repeats >= 3 and noise <= 0.05 and not identical else "moderate"
     return Confidence(level=level, reasons=" ".join(reasons))
 
 
-def _repeat_reason(measured: Estimate, throughput: Estimate | None) -> str:
+def _identical(estimate: Estimate) -> bool:
+    return estimate.repeats > 1 and estimate.low == estimate.high
+
+
+def _repeat_reason(measured: Estimate, throughput: Estimate | None, *, identical: bool) -> str:
     if measured.repeats < 2:
         return "Measured once, so there is no spread to judge a difference by."
-    if measured.low == measured.high and (throughput is None or throughput.low == throughput.high):
-        return f"{measured.repeats} identical repeats: the clock is modelled, so they say nothing about noise."
+    if identical:
+        return f"{measured.repeats} identical repeats, as on a modelled clock: they say nothing about noise."
     spread = f", throughput within ±{percent(throughput.half_spread)}" if throughput else ""
     return f"Measured {measured.repeats} times{spread}."
 
 
 def budget_finding(folder: RunFolder, budgets: pd.DataFrame) -> str:
     """What the budgets differ in: where the SLO ends, and what a token past an edge costs."""
-    limit_ms = folder.answer.slo.tbt_p99_ms
-    return " ".join(part for part in (_slo_sentence(folder.answer, budgets, limit_ms), _edge_sentence(budgets)) if part)
+    stopped = folder.search[folder.search["state"] == "pruned"]["token_budget"]
+    num_stopped = stopped[~stopped.isin(budgets["token_budget"])].nunique()
+    return " ".join(
+        part for part in (_slo_sentence(folder.answer, budgets, num_stopped), _edge_sentence(budgets)) if part
+    )
 
 
-def _slo_sentence(answer: Answer, budgets: pd.DataFrame, limit_ms: float | None) -> str:
+def _slo_sentence(answer: Answer, budgets: pd.DataFrame, num_stopped: int) -> str:
+    limit_ms = answer.slo.tbt_p99_ms
     chosen = budgets[budgets["recommended"]]
     if budgets["tbt_p99_ms"].isna().all():
         fastest = highest(budgets, "total_tokens_per_s")
@@ -97,7 +107,8 @@ def _slo_sentence(answer: Answer, budgets: pd.DataFrame, limit_ms: float | None)
         )
     return (
         f"Budget {row['label']} holds P99 TBT at {milliseconds(row['tbt_p99_ms'])}, {gap} under the SLO of "
-        f"{milliseconds(limit_ms)}; {boundary}."
+        f"{milliseconds(limit_ms)}; {boundary}"
+        + (f", and {num_stopped} more were stopped early." if num_stopped else ".")
     )
 
 
@@ -135,7 +146,10 @@ def tail_finding(folder: RunFolder, rows: pd.DataFrame) -> str:
     worst = highest(stalled.assign(ratio=ratios), "ratio")
     chosen = stalled[stalled["recommended"]]
     shown = chosen.iloc[0] if len(chosen) else worst
-    others = f" {len(stalled)} budgets have such a gap." if len(stalled) > 1 else ""
+    others = f" {len(stalled)} of {len(rows)} budgets have such a gap" if len(rows) > 1 else ""
+    if others:
+        spared = rows[rows["recommended"] & ~rows["label"].isin(stalled["label"])]
+        others += f", the recommended {spared.iloc[0]['label']} does not." if len(spared) else "."
     return (
         f"At budget {shown['label']} the longest gap is {milliseconds(shown['tbt_max_ms'])}, "
         f"{significant(shown['tbt_max_ms'] / shown['tbt_p99_ms'], 2)} times the P99 of "

@@ -44,12 +44,14 @@ def draw_history(folder: RunFolder) -> Drawing:
     rows["order"] = np.arange(1, len(rows) + 1)
     rows["label"] = [budget_label(budget) for budget in rows["token_budget"]]
     rows["outcome"] = [outcome(row["state"], row["feasible"]) for _, row in rows.iterrows()]
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07, row_heights=[0.55, 0.45])
+    measured = bool(rows["total_tokens_per_s"].notna().any())
+    figure = make_subplots(rows=1 + measured, cols=1, shared_xaxes=True, vertical_spacing=0.07)
     for label, (color, symbol) in OUTCOMES.items():
         part = rows[rows["outcome"] == label]
         if part.empty:
             continue
-        marker = {"symbol": symbol, "size": 8, "color": color, "line": {"color": color, "width": 2}}
+        line = {"color": color, "width": 0 if symbol == "x" else 2}
+        marker = {"symbol": symbol, "size": 9, "color": color, "line": line}
         text = [escape(f"{row['run']} ({row['role']})") + _reason(row) for _, row in part.iterrows()]
         figure.add_trace(
             go.Scatter(
@@ -57,6 +59,7 @@ def draw_history(folder: RunFolder) -> Drawing:
                 y=part["label"],
                 name=label,
                 legendgroup=label,
+                showlegend=True,
                 mode="markers",
                 marker=marker,
                 text=text,
@@ -96,7 +99,7 @@ def draw_history(folder: RunFolder) -> Drawing:
             col=1,
         )
     order = rows.drop_duplicates("label").sort_values("token_budget", na_position="last")
-    finish(figure, 480)
+    finish(figure, 280 + 200 * measured)
     figure.update_yaxes(
         title_text="token budget",
         type="category",
@@ -105,14 +108,15 @@ def draw_history(folder: RunFolder) -> Drawing:
         row=1,
         col=1,
     )
-    figure.update_yaxes(title_text="total tokens/s", row=2, col=1)
+    if measured:
+        figure.update_yaxes(title_text="total tokens/s", row=2, col=1)
     figure.update_xaxes(range=[0.4, len(rows) + 0.6])
-    figure.update_xaxes(title_text="run, in the order they started", tickformat="d", row=2, col=1)
+    figure.update_xaxes(title_text="run, in the order they started", tickformat="d", row=1 + measured, col=1)
     return Drawing(
         name=name,
         title=title,
         finding=history_finding(folder, rows),
-        note="Repeats of the contenders are interleaved and count as runs here. Throughput of a stopped run is so far.",
+        note="Each run counts, the interleaved repeats of the contenders included." if measured else "",
         figure=figure,
     )
 

@@ -50,6 +50,7 @@ _AXIS = {
 _TEMPLATE = go.layout.Template(
     layout={
         "autosize": True,
+        "showlegend": True,
         "margin": {"l": 64, "r": 16, "t": 44, "b": 52},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",

@@ -70,8 +70,7 @@ def _trial_row(folder: RunFolder, place: int, row: pd.Series) -> TrialRow:
     ended = outcome(str(row["state"]), row["feasible"])
     budget = float(row["token_budget"])
     tone = {"failed": "failed", "stopped early": "stopped"}.get(ended, "")
-    chosen = folder.answer.status != "no_data" and budget_label(budget) == budget_label(folder.answer.token_budget)
-    if not tone and chosen and row["role"] != "policy":
+    if not tone and budget_label(budget) == folder.answer.marked_label and row["role"] != "policy":
         tone = "chosen"
     return TrialRow(
         tone=tone,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import floor, isfinite, log10
 
+MAX_DECIMALS = 4
 KIND_NAMES = {
     "aligned": "aligned",
     "plus_one": "edge + 1",
@@ -22,12 +23,14 @@ SERVER_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "s
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """``value`` at ``digits`` significant digits, with thousands separators and never in powers of ten."""
-    if value == 0 or not isfinite(value):
-        return "0" if value == 0 else "–"
-    decimals = digits - 1 - floor(log10(abs(value)))
-    rounded = round(value, decimals)
-    return f"{rounded:,.{max(decimals, 0)}f}"
+    """``value`` at ``digits`` significant digits, with thousands separators, never in powers of ten; at most
+    ``MAX_DECIMALS`` decimals, so that rounding noise prints as 0."""
+    if not isfinite(value):
+        return "–"
+    if abs(value) < 0.5 * 10**-MAX_DECIMALS:
+        return "0"
+    decimals = min(digits - 1 - floor(log10(abs(value))), MAX_DECIMALS)
+    return f"{round(value, decimals):,.{max(decimals, 0)}f}"
 
 
 def milliseconds(value: float | None) -> str:

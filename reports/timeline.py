@@ -3,85 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from .budgets import highest, lowest
-from .run_folder import RunFolder, TokenTimes
-from .stalls import Waits, find_waits
+from .lanes import STALL_RATIO, Lane, choose_window, ends_s
+from .run_folder import RunFolder
 from .style import GREEN, INK, ORANGE, PAPER, SKY, VERMILLION, Drawing, finish
-from .text import POLICY_NAMES, count, listing, milliseconds, percent, significant
+from .text import POLICY_NAMES, count, listing, milliseconds, percent
 
-#: Iterations drawn in one lane; a window holds no more.
-MAX_ITERATIONS_PER_LANE = 300
 #: Up to so many a lane (mean), hairlines keep neighbouring iterations apart; beyond, they would hide them.
 SEPARATED_PER_LANE = 200
-#: A policy within this share of the fastest one counts as equally fast.
-RIVAL_THROUGHPUT = 0.9
-#: Without an SLO a stall is a wait this many times the policy's median one.
-STALL_RATIO = 5.0
-POLICY_ORDER = ("faster_transformer", "orca", "vllm_v0", "sarathi", "tile_aligned")
 COMPOSITIONS = {
     "decode only": (SKY, ""),
     "hybrid": (GREEN, ""),
     "prefill only": (ORANGE, "/"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lane:
-    """One policy's run: its iterations in order of time, token times, and the waits that are stalls."""
-
-    policy: str
-    iterations: pd.DataFrame
-    tokens: TokenTimes | None
-    stalls: Waits
-
-    @property
-    def name(self) -> str:
-        return POLICY_NAMES.get(self.policy, self.policy)
-
-    @property
-    def span_s(self) -> float:
-        return float((self.iterations["start_s"] + self.iterations["duration_s"]).max())
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyRow:
-    """A row of the table beside the timeline, as printed; ``stalls`` and ``stalled`` are dashes without token times."""
-
-    name: str
-    p50: str
-    p99: str
-    largest: str
-    throughput: str
-    bubble: str
-    stalls: str
-    stalled: str
-
-
-def build_lanes(folder: RunFolder) -> list[Lane]:
-    """A lane for every complete policy run with iterations, in the order of the papers."""
-    lanes = []
-    rows = folder.policies
-    ranks = {name: rank for rank, name in enumerate(POLICY_ORDER)}
-    for _, row in sorted(rows.iterrows(), key=lambda item: ranks.get(str(item[1]["policy"]), 99)):
-        iterations = folder.iterations.get(str(row["run"]))
-        if iterations is None or iterations.empty:
-            continue
-        iterations = iterations.sort_values("start_s").reset_index(drop=True)
-        tokens = folder.tokens.get(str(row["run"]))
-        waits = find_waits(iterations, tokens) if tokens is not None else Waits(start_s=np.empty(0), end_s=np.empty(0))
-        limit_ms = folder.answer.slo.tbt_p99_ms
-        median_s = float(np.median(waits.durations_s)) if len(waits) else 0.0
-        limit_s = limit_ms / 1e3 if limit_ms else STALL_RATIO * median_s
-        lanes.append(
-            Lane(policy=str(row["policy"]), iterations=iterations, tokens=tokens, stalls=waits.longer_than(limit_s))
-        )
-    return lanes
 
 
 def draw_timeline(folder: RunFolder, lanes: list[Lane]) -> Drawing:
@@ -116,74 +55,23 @@ def draw_timeline(folder: RunFolder, lanes: list[Lane]) -> Drawing:
     )
 
 
-def choose_window(lanes: list[Lane]) -> tuple[float, float]:
-    """The stretch of time to draw: all of it, or where the longest stall is, short enough that no lane holds more
-    than MAX_ITERATIONS_PER_LANE iterations."""
-    end_s = max(lane.span_s for lane in lanes)
-    if all(len(lane.iterations) <= MAX_ITERATIONS_PER_LANE for lane in lanes):
-        return 0.0, end_s
-    longest = max((lane.stalls for lane in lanes), key=lambda stalls: max(stalls.durations_s, default=0.0))
-    focus_s = float(longest.start_s[np.argmax(longest.durations_s)]) if len(longest) else 0.0
-    width_s = end_s
-    for _ in range(40):
-        begin_s = float(np.clip(focus_s - 0.25 * width_s, 0.0, end_s - width_s))
-        drawn = (
-            int(((lane.iterations["start_s"] < begin_s + width_s) & (_ends(lane.iterations) > begin_s)).sum())
-            for lane in lanes
-        )
-        if max(drawn) <= MAX_ITERATIONS_PER_LANE:
-            break
-        width_s *= 0.8
-    return begin_s, begin_s + width_s
-
-
-def policy_rows(folder: RunFolder, lanes: list[Lane]) -> list[PolicyRow]:
-    """The table of the policies: TBT, throughput, bubbles and stalls of the whole runs."""
-    by_policy = {lane.policy: lane for lane in lanes}
-    ranks = {name: rank for rank, name in enumerate(POLICY_ORDER)}
-    rows = []
-    for _, run in sorted(folder.policies.iterrows(), key=lambda item: ranks.get(str(item[1]["policy"]), 99)):
-        lane = by_policy.get(str(run["policy"]))
-        seen = lane is not None and lane.tokens is not None
-        rows.append(
-            PolicyRow(
-                name=POLICY_NAMES.get(str(run["policy"]), str(run["policy"])),
-                p50=milliseconds(run["tbt_p50_ms"]),
-                p99=milliseconds(run["tbt_p99_ms"]),
-                largest=milliseconds(run["tbt_max_ms"]),
-                throughput=f"{run['total_tokens_per_s']:,.0f}" if run["total_tokens_per_s"] > 0 else "–",
-                bubble=percent(run[folder.answer.bubble_metric], 1),
-                stalls=f"{len(lane.stalls):,}" if lane is not None and seen else "–",
-                stalled=(
-                    percent(float(lane.stalls.durations_s.sum()) / lane.span_s, 1) if lane is not None and seen else "–"
-                ),
-            )
-        )
-    return rows
-
-
 def timeline_finding(folder: RunFolder) -> str:
-    """Which policy has the worst tail, which the best, and what the difference costs in throughput."""
+    """How the policies rank by their tail, who has the longest gap, and who the lowest throughput."""
     runs = folder.policies
     known = runs[runs["tbt_p99_ms"].notna()]
     if known.empty:
         return "No policy run has a time between tokens, so the policies differ in throughput alone."
-    worst, best = highest(known, "tbt_p99_ms"), lowest(known, "tbt_p99_ms")
-    name = {index: POLICY_NAMES.get(str(row["policy"]), str(row["policy"])) for index, row in runs.iterrows()}
+    names = {index: POLICY_NAMES.get(str(row["policy"]), str(row["policy"])) for index, row in runs.iterrows()}
+    order = known.sort_values("tbt_p99_ms", ascending=False, kind="stable")
+    tails = ", ".join(f"{names[index]} {milliseconds(row['tbt_p99_ms'])}" for index, row in order.iterrows())
     if len(known) == 1:
-        return f"{name[best.name]} alone was run: P99 TBT {milliseconds(best['tbt_p99_ms'])}."
-    slowest = lowest(runs, "total_tokens_per_s")
-    fastest = highest(runs, "total_tokens_per_s")
-    # A policy that buys its tail with throughput is no measure for the others.
-    rivals = known[known["total_tokens_per_s"] >= RIVAL_THROUGHPUT * fastest["total_tokens_per_s"]]
-    rivals = rivals.drop(index=worst.name, errors="ignore")
-    if len(rivals):
-        best = lowest(rivals, "tbt_p99_ms")
+        return f"One policy was run: P99 TBT {tails}."
+    longest = highest(known, "tbt_max_ms")
+    slowest, fastest = lowest(runs, "total_tokens_per_s"), highest(runs, "total_tokens_per_s")
     return (
-        f"{name[worst.name]} has the worst P99 TBT, {milliseconds(worst['tbt_p99_ms'])}, "
-        f"{significant(worst['tbt_p99_ms'] / best['tbt_p99_ms'], 2)} times that of {name[best.name]} "
-        f"({milliseconds(best['tbt_p99_ms'])}); {name[slowest.name]} has the lowest throughput, "
-        f"{percent(1 - slowest['total_tokens_per_s'] / fastest['total_tokens_per_s'])} below {name[fastest.name]}."
+        f"P99 TBT from worst to best: {tails}. The longest gap, {milliseconds(longest['tbt_max_ms'])}, is under "
+        f"{names[longest.name]}; {names[slowest.name]} has the lowest throughput, "
+        f"{percent(1 - slowest['total_tokens_per_s'] / fastest['total_tokens_per_s'])} below {names[fastest.name]}."
     )
 
 
@@ -205,16 +93,12 @@ def _note(folder: RunFolder, lanes: list[Lane], begin_s: float, end_s: float, nu
     )
 
 
-def _ends(iterations: pd.DataFrame) -> pd.Series:
-    return iterations["start_s"] + iterations["duration_s"]
-
-
 def _add_iterations(
     figure: go.Figure, lanes: list[Lane], centers: Mapping[str, float], begin_s: float, end_s: float
 ) -> int:
     parts = []
     for lane in lanes:
-        shown = lane.iterations[(_ends(lane.iterations) > begin_s) & (lane.iterations["start_s"] < end_s)]
+        shown = lane.iterations[(ends_s(lane.iterations) > begin_s) & (lane.iterations["start_s"] < end_s)]
         parts.append(shown.assign(center=centers[lane.policy], policy=lane.name))
     drawn = pd.concat(parts)
     has_decodes, has_prefill = drawn["num_decodes"] > 0, drawn["num_prefill_tokens"] > 0
