@@ -23,10 +23,11 @@ from ..reports import build_report
 from .config import TuneConfig
 from .console import TuneProgress, print_recommendation
 from .devices import list_devices, make_executor
+from .problem import load_workload, workload_summary
 from .recommendation import FORMATS, Recommendation
 from .run_folder import default_run_dir
 from .store import load_recommendation
-from .tuning import load_workload, tune, workload_summary
+from .tuning import tune
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 

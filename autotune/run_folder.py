@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..engine import RunRecord
+from .problem import DeviceFacts
 from .trial import TrialRow
 
 
@@ -28,6 +29,19 @@ class RunFolder:
     def journal(self) -> Path:
         """Optuna's journal file."""
         return self.path / "study.journal"
+
+    def read_facts(self) -> DeviceFacts | None:
+        """What an earlier run of this study read off the device; None when there was none.
+
+        Raises ValueError when ``profile.json`` is damaged.
+        """
+        file = self.path / "profile.json"
+        if not (self.journal.exists() and file.exists()):
+            return None
+        try:
+            return DeviceFacts.from_json(json.loads(file.read_text()))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"{file}: damaged ({type(error).__name__}: {error}); use another run folder") from None
 
     def write_json(self, name: str, data: Mapping[str, object]) -> None:
         """Write ``data`` as JSON."""

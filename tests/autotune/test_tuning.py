@@ -172,3 +172,12 @@ def test_settings_are_checked_by_name() -> None:
         tune(dtype="int4")
     with pytest.raises(ValueError, match="device='tpu': must be auto or one of cuda, cpu"):
         tune(device="tpu")
+
+
+def test_a_resumed_study_keeps_its_slo(tmp_path: Path, workload: Workload) -> None:
+    """The reference decode iteration is measured once; a slower machine on resuming does not move the SLO."""
+    config = replace(CONFIG, tbt_slo="strict")
+    arguments = {"workload": workload, "edges": EDGES, "run_dir": tmp_path / "run", "command": "test"}
+    first = tune(config, executor=StairDevice(), **arguments)  # type: ignore[arg-type]
+    again = tune(config, executor=StairDevice(base_s=0.05), **arguments)  # type: ignore[arg-type]
+    assert first.slo.tbt_p99_ms == again.slo.tbt_p99_ms == pytest.approx(5 * 8.0)
