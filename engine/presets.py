@@ -70,7 +70,7 @@ class Preset:
 
 QUANTILE_LEVELS = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
 
-_PAPER = "Sarathi-Serve, OSDI'24, table 2: medians and 90th percentiles, lognormal between"
+_PAPER = "Sarathi-Serve, OSDI'24, section 5: medians and 90th percentiles, lognormal between"
 
 #: The two workloads of the Sarathi-Serve paper, and quantiles computed over every row of the named trace files.
 PRESETS: dict[str, Preset] = {

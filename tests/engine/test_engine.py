@@ -49,6 +49,12 @@ def test_a_request_that_arrives_during_an_iteration_joins_the_next() -> None:
     assert record.requests.first_scheduled_s.tolist() == [0.0, 1.0]
 
 
+def test_the_clock_never_goes_back_to_an_arrival() -> None:
+    """The second request comes during the last iteration of the first, which leaves the engine without work."""
+    record = run(workload((0.0, 10, 1), (0.5, 10, 1)), FakeExecutor(lambda iteration, batch: 1.0))
+    assert record.iterations.start_s.tolist() == [0.0, 1.0]
+
+
 def test_the_record_describes_every_iteration() -> None:
     record = run(workload((0.0, 40, 2), (0.0, 40, 2)), block_size=16)
     assert record.iterations.num_tokens.tolist() == [64, 17, 1]

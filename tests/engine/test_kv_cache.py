@@ -38,6 +38,14 @@ def test_the_block_freed_last_is_used_first() -> None:
     assert kv.block_table[second, 1] == block
 
 
+def test_used_blocks_stay_at_the_low_end() -> None:
+    kv = manager()
+    for _ in range(3):
+        slot = kv.allocate(48)
+        assert kv.block_table[slot, :3].tolist() == [0, 1, 2]
+        kv.free(slot)
+
+
 def test_refusals_leave_nothing_taken() -> None:
     kv = manager(num_blocks=2, max_num_seqs=1)
     with pytest.raises(ValueError, match=r"3 KV blocks asked for, 2 are free"):

@@ -66,6 +66,12 @@ def test_vllm_v0_packs_whole_prompts_up_to_the_budget() -> None:
     assert batches == [([], {0: 30, 1: 30}, 0), ([], {2: 10}, 0)]
 
 
+def test_vllm_v0_fills_the_budget_exactly_and_not_beyond() -> None:
+    assert serve([(32, 1), (32, 1)], policy="vllm_v0", token_budget=64) == [([], {0: 32, 1: 32}, 0)]
+    batches = serve([(32, 1), (33, 1)], policy="vllm_v0", token_budget=64)
+    assert batches == [([], {0: 32}, 0), ([], {1: 33}, 0)]
+
+
 def test_vllm_v0_lets_a_prompt_over_the_budget_go_alone() -> None:
     batches = serve([(10, 1), (100, 1), (10, 1)], policy="vllm_v0", token_budget=64)
     assert [chunks for _, chunks, _ in batches] == [{0: 10}, {1: 100}, {2: 10}]
@@ -150,6 +156,8 @@ def test_whatever_the_workload(run: tuple[Workload, EngineConfig]) -> None:
     assert record.iterations.num_tokens.min() >= 1
     assert record.iterations.num_requests.max() <= config.max_num_seqs
     assert record.iterations.kv_blocks_used.max() <= record.num_kv_blocks
+    ends_s = record.iterations.start_s + record.iterations.duration_s
+    assert (record.iterations.start_s[1:] >= ends_s[:-1]).all(), "the clock went back"
     assert (np.diff(record.requests.first_scheduled_s) >= 0.0).all()
     assert (record.requests.first_scheduled_s >= record.requests.arrival_s).all()
     assert record.iterations.num_preemptions.sum() == record.requests.num_preemptions.sum()

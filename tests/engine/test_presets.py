@@ -18,7 +18,7 @@ def columns(workload: Workload) -> np.ndarray[tuple[int, int], np.dtype[np.int64
 @pytest.mark.parametrize(
     ("name", "prompt", "output", "limit"),
     [
-        # Sarathi-Serve (OSDI'24), table 2: median and P90. Dropping the long ones moves the prompt's P90 down.
+        # Sarathi-Serve (OSDI'24), section 5: median and P90. Dropping the long ones moves the prompt's P90 down.
         ("sharegpt", (1730, 5696), (415, 834), 8192),
         ("arxiv", (7059, 12985), (208, 371), 16384),
     ],

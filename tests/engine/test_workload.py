@@ -36,6 +36,12 @@ def test_rows_are_sorted_rebased_and_empty_ones_dropped() -> None:
     assert workload.notes == ("2 rows dropped: no prompt or no output tokens",)
 
 
+def test_rows_of_equal_arrival_keep_their_order() -> None:
+    rows = raw(*[(float(index % 3), index + 1, 1) for index in range(300)])
+    prompts = [prompt for prompt, _ in lengths(assemble_workload(rows, name="w", source="s"))]
+    assert prompts == [*range(1, 301, 3), *range(2, 301, 3), *range(3, 301, 3)]
+
+
 def test_the_first_requests_that_can_be_served() -> None:
     workload = assemble_workload(
         raw((0.0, 1, 0), (1.0, 1, 1), (2.0, 2, 2), (3.0, 1, 0)), name="w", source="s", num_requests=2
