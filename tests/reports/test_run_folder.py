@@ -1,0 +1,103 @@
+"""A folder that is no run folder is refused by the name of the file that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from sample_study import Folder, make_folder
+from tilebudget.reports import build_report
+from tilebudget.reports.run_folder import read_run_folder
+
+
+@pytest.fixture
+def folder() -> Folder:
+    return make_folder(policies=False)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="absent: no such directory"):
+        build_report(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("name", ["recommendation.json", "environment.json", "trials.parquet"])
+def test_a_missing_file_is_named(tmp_path: Path, folder: Folder, name: str) -> None:
+    (folder.write(tmp_path) / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} missing"):
+        build_report(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["recommendation.json", "environment.json", "trials.parquet", "profile.json"])
+def test_a_broken_file_is_named_and_no_page_is_left(tmp_path: Path, folder: Folder, name: str) -> None:
+    (folder.write(tmp_path) / name).write_bytes(b"\x00 not this")
+    with pytest.raises(ValueError, match=f"{name} in .*not "):
+        build_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def set_status(folder: Folder) -> None:
+    folder.recommendation["status"] = "splendid"
+
+
+def set_version(folder: Folder) -> None:
+    folder.recommendation["schema_version"] = "2.0"
+
+
+def set_slo(folder: Folder) -> None:
+    folder.recommendation["slo"] = {"tbt_p99_ms": "fast"}
+
+
+def drop_column(folder: Folder) -> None:
+    for row in folder.trials:
+        del row["state"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_status, "recommendation.json: status must be one of feasible, infeasible, no_data, found 'splendid'"),
+        (set_version, "recommendation.json: schema_version must be 1.x, found '2.0'"),
+        (set_slo, "recommendation.json: slo.tbt_p99_ms must be a number or null, found 'fast'"),
+        (drop_column, "trials.parquet in .*: column state missing"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(
+    tmp_path: Path, folder: Folder, change: Callable[[Folder], None], message: str
+) -> None:
+    change(folder)
+    with pytest.raises(ValueError, match=message):
+        build_report(folder.write(tmp_path))
+
+
+def test_iterations_and_requests_may_be_absent(tmp_path: Path) -> None:
+    folder = make_folder()
+    folder.iterations, folder.requests = [], []
+    assert "no timeline" in build_report(folder.write(tmp_path)).read_text(encoding="utf-8")
+
+
+def test_token_times_are_those_of_each_request(tmp_path: Path) -> None:
+    folder = make_folder(search=False)
+    silent = folder.requests[0]["request"] == 3
+    times_s = [
+        np.empty(0) if gone else times for gone, times in zip(silent, folder.requests[0]["token_s"], strict=True)
+    ]
+    folder.requests[0]["token_s"] = pd.Series(times_s, dtype=object)
+    read = read_run_folder(folder.write(tmp_path))
+    tokens = read.tokens["policy-faster_transformer"]
+    for index, times in enumerate(folder.requests[0]["token_s"]):
+        np.testing.assert_array_equal(tokens.of(index), times)
+    gaps_ms, owners = tokens.gaps_ms(0.0, np.inf)
+    expected = [1e3 * np.diff(times) for times in folder.requests[0]["token_s"]]
+    np.testing.assert_allclose(gaps_ms, np.concatenate(expected))
+    np.testing.assert_array_equal(owners, np.repeat(np.arange(len(expected)), [len(gaps) for gaps in expected]))
+
+
+def test_only_policy_runs_are_read_from_the_large_files(tmp_path: Path) -> None:
+    folder = make_folder()
+    folder.iterations.append(folder.iterations[0].assign(run="repeat-128-1"))
+    read = read_run_folder(folder.write(tmp_path))
+    assert set(read.iterations) == set(read.tokens) == set(read.policies["run"])
+    assert isinstance(read.trials, pd.DataFrame)

@@ -1,0 +1,280 @@
+"""Run folders for the report's tests, written as ARCHITECTURE.md specifies them, from a small simulation.
+
+The simulator stands in for the engine (reports may import no sibling): an iteration costs 2 ms, 0.02 ms a token and
+1.28 ms a tile of 64 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+LEVELS = np.linspace(0, 1, 101)
+SLO_MS = 14.0
+POLICIES = ("faster_transformer", "orca", "vllm_v0", "sarathi")
+BUDGETS = {64: "aligned", 65: "plus_one", 96: "mid_tile", 128: "aligned", 129: "plus_one", 160: "mid_tile",
+           192: "aligned", 193: "plus_one", 256: "aligned", 257: "plus_one", 512: "aligned",
+           None: "whole_prompt"}  # fmt: skip
+
+
+@dataclass
+class Folder:
+    """A run folder in the making; tests change the parts and write them."""
+
+    recommendation: dict[str, object]
+    environment: dict[str, object]
+    profile: dict[str, object]
+    trials: list[dict[str, object]] = field(default_factory=list)
+    iterations: list[pd.DataFrame] = field(default_factory=list)
+    requests: list[pd.DataFrame] = field(default_factory=list)
+
+    def write(self, path: Path) -> Path:
+        path.mkdir(parents=True, exist_ok=True)
+        for name in ("recommendation", "environment", "profile"):
+            (path / f"{name}.json").write_text(json.dumps(getattr(self, name)), encoding="utf-8")
+        pd.DataFrame(self.trials).to_parquet(path / "trials.parquet")
+        for name, frames in (("iterations", self.iterations), ("requests", self.requests)):
+            if frames:
+                pd.concat(frames, ignore_index=True).to_parquet(path / f"{name}.parquet")
+        return path
+
+
+@dataclass
+class Simulated:
+    """One simulated run: its frames and its metrics as a row of trials.parquet."""
+
+    iterations: pd.DataFrame
+    requests: pd.DataFrame
+    metrics: dict[str, object]
+
+
+def simulate(
+    policy: str, token_budget: int | None, *, seed: int = 0, num_requests: int = 24, noise: float = 0.0
+) -> Simulated:
+    """A run of ``policy`` over requests drawn by a fixed seed; ``seed`` and ``noise`` vary the durations only."""
+    shape = np.random.default_rng(7)
+    arrivals = np.cumsum(shape.exponential(0.03, num_requests)) - 0.01
+    arrivals[0] = 0.0
+    prompts, outputs = shape.integers(60, 600, num_requests), shape.integers(12, 48, num_requests)
+    rng = np.random.default_rng(seed)
+    left, done, tokens = prompts.copy(), np.zeros(num_requests, int), [list[float]() for _ in range(num_requests)]
+    first_scheduled = np.full(num_requests, np.nan)
+    now, rows, static = 0.0, [], np.zeros(0, int)
+    while (done < outputs).any():
+        waiting = np.flatnonzero((arrivals <= now) & (left > 0))
+        decoding = np.flatnonzero((left == 0) & (done < outputs))
+        if not len(waiting) and not len(decoding):
+            now = arrivals[left > 0].min()
+            continue
+        if policy == "faster_transformer":
+            static = static[done[static] < outputs[static]]
+            if not len(static):
+                static = waiting[:8]
+            chunks = {i: left[i] for i in static if left[i]}
+            decodes = [] if chunks else list(static)
+        elif policy == "vllm_v0":
+            chunks = {i: left[i] for i in waiting[:4]}
+            decodes = [] if chunks else list(decoding)
+        else:
+            decodes, room = list(decoding), (10**9 if policy == "orca" else token_budget or 10**9) - len(decoding)
+            chunks = {}
+            for i in waiting:
+                if room > 0:
+                    chunks[i] = min(left[i], room)
+                    room -= chunks[i]
+        prefill = int(sum(chunks.values()))
+        total = prefill + len(decodes)
+        duration = 1e-3 * (2 + 0.02 * total + 1.28 * np.ceil(total / 64)) * (1 + noise * rng.standard_normal())
+        rows.append(
+            (now, duration, 0.97 * duration, total, len(decodes), prefill, len(decodes) + len(chunks), total // 16, 0)
+        )
+        for i, size in chunks.items():
+            first_scheduled[i] = now if np.isnan(first_scheduled[i]) else first_scheduled[i]
+            left[i] -= size
+        now += duration
+        for i in [*decodes, *(i for i in chunks if left[i] == 0)]:
+            done[i] += 1
+            tokens[i].append(now)
+    columns = ["start_s", "duration_s", "model_s", "num_tokens", "num_decodes", "num_prefill_tokens", "num_requests",
+               "kv_blocks_used", "num_preemptions"]  # fmt: skip
+    requests = pd.DataFrame(
+        {
+            "request": np.arange(num_requests),
+            "arrival_s": arrivals,
+            "prompt_tokens": prompts,
+            "output_tokens": outputs,
+            "first_scheduled_s": first_scheduled,
+            "num_generated": done,
+            "num_preemptions": 0,
+            "status": "finished",
+            "token_s": [np.array(times) for times in tokens],
+        }
+    )
+    iterations = pd.DataFrame(rows, columns=columns)
+    return Simulated(iterations=iterations, requests=requests, metrics=measure(iterations, requests))
+
+
+def measure(iterations: pd.DataFrame, requests: pd.DataFrame) -> dict[str, object]:
+    """The columns of ``Metrics.to_row`` that the report uses, from first principles."""
+    gaps_ms = np.concatenate([1e3 * np.diff(times) for times in requests["token_s"]])
+    busy_s = float(iterations["duration_s"].sum())
+    cv = float(iterations["duration_s"].std(ddof=0) / iterations["duration_s"].mean())
+    ttft_ms = 1e3 * (np.array([times[0] for times in requests["token_s"]]) - requests["arrival_s"])
+    return {
+        **tbt_columns(gaps_ms),
+        "ttft_p50_ms": float(np.median(ttft_ms)),
+        "scheduling_delay_p50_ms": float(1e3 * (requests["first_scheduled_s"] - requests["arrival_s"]).median()),
+        "output_tokens_per_s": float(requests["output_tokens"].sum() / busy_s),
+        "total_tokens_per_s": float((requests["output_tokens"] + requests["prompt_tokens"]).sum() / busy_s),
+        "iteration_cv": cv,
+        **{f"bubble_fraction_{p}": float((1 - 1 / p) * cv / (1 + cv)) for p in (2, 4, 8)},
+    }
+
+
+def tbt_columns(gaps_ms: np.ndarray) -> dict[str, object]:
+    """The TBT columns of a row for these gaps."""
+    row: dict[str, object] = {"tbt_count": len(gaps_ms)}
+    if not len(gaps_ms):
+        return row | {"tbt_quantiles_ms": None}
+    for name, level in (("p50", 50), ("p90", 90), ("p99", 99), ("p999", 99.9), ("max", 100)):
+        row[f"tbt_{name}_ms"] = float(np.percentile(gaps_ms, level))
+    return row | {"tbt_mean_ms": float(gaps_ms.mean()), "tbt_quantiles_ms": np.quantile(gaps_ms, LEVELS).tolist()}
+
+
+def trial(run: str, token_budget: int | None, metrics: Mapping[str, object], **changes: object) -> dict[str, object]:
+    """A row of trials.parquet."""
+    p99 = metrics.get("tbt_p99_ms")
+    return {
+        "run": run,
+        "role": "search",
+        "state": "complete",
+        "reason": None,
+        "token_budget": token_budget,
+        "kind": BUDGETS.get(token_budget, "aligned"),
+        "edge_tokens": token_budget,
+        "policy": "sarathi",
+        "feasible": None if p99 is None else float(str(p99)) <= SLO_MS,
+        "started_at": f"2026-01-05T10:00:{len(run):02d}+00:00",
+        "elapsed_s": 1.25,
+        **metrics,
+        **changes,
+    }
+
+
+def stamp(rows: list[dict[str, object]]) -> None:
+    """Start times in the order of the rows."""
+    for second, row in enumerate(rows):
+        row["started_at"] = f"2026-01-05T10:{second // 60:02d}:{second % 60:02d}+00:00"
+
+
+def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
+    """A feasible study: every budget of BUDGETS, one failed and one pruned trial, three repeats of the contenders."""
+    rows: list[dict[str, object]] = []
+    if search:
+        for number, budget in enumerate(BUDGETS):
+            rows.append(trial(f"trial-{number}", budget, simulate("sarathi", budget, seed=number, noise=0.01).metrics))
+        failure = "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
+        rows.insert(4, trial("trial-12", 1024, {}, state="failed", reason=failure, feasible=None))
+        pruned = simulate("sarathi", 768).metrics | {"tbt_count": 300}
+        reason = "41 of 300 gaps over the SLO, 10 allowed"
+        rows.insert(7, trial("trial-13", 768, pruned, state="pruned", reason=reason, feasible=False))
+        for repeat in range(1, 4):
+            for budget in (96, 128, 160):
+                run = simulate("sarathi", budget, seed=100 * repeat + budget, noise=0.03)
+                rows.append(trial(f"repeat-{budget}-{repeat}", budget, run.metrics, role="repeat"))
+    iterations, requests = [], []
+    for policy in POLICIES if policies else ():
+        run = simulate(policy, 128)
+        rows.append(trial(f"policy-{policy}", 128, run.metrics, role="policy", policy=policy))
+        iterations.append(_labelled(run.iterations, policy))
+        requests.append(_labelled(run.requests, policy))
+    stamp(rows)
+    repeats = pd.DataFrame([row for row in rows if row["role"] == "repeat" and row["token_budget"] == 128])
+    metrics = ("tbt_p50_ms", "tbt_p99_ms", "tbt_p999_ms", "tbt_max_ms", "ttft_p50_ms", "output_tokens_per_s",
+               "total_tokens_per_s", "bubble_fraction_2", "bubble_fraction_4", "bubble_fraction_8",
+               "iteration_cv")  # fmt: skip
+    workload = {"name": "azure_llm_2023_conv", "source": "azure_llm_2023_conv.csv", "num_requests": 24,
+                "num_prompt_tokens": 7810, "num_output_tokens": 702, "num_dropped": 3, "num_clipped": 5,
+                "saturated": False, "notes": ["5 prompts cut to max_model_len 2048"]}  # fmt: skip
+    expected = {
+        name: {"value": repeats[name].median(), "low": repeats[name].min(), "high": repeats[name].max(), "repeats": 3}
+        for name in metrics
+        if len(repeats)
+    }
+    best = simulate("sarathi", 160).metrics
+    recommendation: dict[str, object] = {
+        "schema_version": "1.0",
+        "status": "feasible",
+        "token_budget": 128,
+        "verdict": "Set the token budget to 128. It is the largest budget on a tile edge that keeps P99 TBT under the "
+        "strict SLO, and no feasible budget is faster by more than the noise.",
+        "rule": "feasible; then throughput within the noise of the best; then lowest pipeline variance; then smallest",
+        "key": {"model": "tiny-llama", "device": "cpu", "dtype": "float32", "tensor_parallel": 1,
+                "pipeline_parallel": 1},
+        "slo": {"name": "strict", "tbt_p99_ms": SLO_MS, "scheduling_delay_p50_s": 2.0,
+                "reference_decode_ms": SLO_MS / 5,
+                "note": "5 times the reference decode iteration: 32 decodes at 4096 tokens of context."},
+        "expected": expected,
+        "alternatives": [
+            {"token_budget": 160, "kind": "mid_tile", "feasible": True, "tie": True,
+             "reason": "throughput inside the spread; higher bubble fraction", **_pick(best)},
+            {"token_budget": 96, "kind": "mid_tile", "feasible": True, "tie": False,
+             "reason": "throughput 11% lower", **_pick(simulate("sarathi", 96).metrics)},
+            {"token_budget": 512, "kind": "aligned", "feasible": False, "tie": False,
+             "reason": "P99 TBT over the SLO", **_pick(simulate("sarathi", 512).metrics)},
+        ],
+        "engine": {"policy": "sarathi", "max_num_seqs": 32, "max_model_len": 2048, "block_size": 16,
+                   "num_kv_blocks": 512},
+        "workload": workload,
+        "launch": {
+            "vllm": "vllm serve tiny-llama --max-num-batched-tokens 128 --max-num-seqs 32 "
+                    "--max-model-len 2048 --block-size 16",
+            "sglang": "python -m sglang.launch_server --model-path tiny-llama --chunked-prefill-size 96 "
+                      "--enable-mixed-chunk",
+            "trtllm": "trtllm-serve tiny-llama --max_num_tokens 128 --max_batch_size 32 "
+                      "--extra_llm_api_options chunked.yaml",
+            "sarathi": "python -m sarathi.entrypoints.openai.api_server --model tiny-llama "
+                       "--scheduler_type sarathi --chunk_size 128",
+        },
+        "num_trials": {"complete": 12, "pruned": 1, "failed": 1},
+        "seed": 0,
+        "command": "tilebudget tune --model tiny-llama",
+        "created_at": "2026-01-05T10:02:00+00:00",
+    }  # fmt: skip
+    environment: dict[str, object] = {
+        "tilebudget": "0.1.0",
+        "versions": {"torch": "2.13.0", "triton": "3.7.1", "optuna": "5.0.0", "python": "3.11.2"},
+        "device": {"name": "cpu", "cores": 2, "threads": 2},
+        "command": "tilebudget tune --model tiny-llama",
+        "seed": 0,
+        "created_at": "2026-01-05T10:02:00+00:00",
+        "commit": "2fde3d7",
+        "workload": workload,
+        "model": {"name": "tiny-llama", "num_layers": 4, "hidden_size": 256},
+    }
+    profile: dict[str, object] = {
+        "edges": [{"tokens": tokens, "source": "gemm block_m"} for tokens in (64, 128, 192, 256, 512)],
+        "candidates": [{"token_budget": b, "kind": k, "edge_tokens": b} for b, k in BUDGETS.items()],
+        "reference_decode": {"duration_ms": SLO_MS / 5, "num_seqs": 32, "context_tokens": 4096, "note": "measured"},
+    }
+    return Folder(
+        recommendation=recommendation,
+        environment=environment,
+        profile=profile,
+        trials=rows,
+        iterations=iterations,
+        requests=requests,
+    )
+
+
+def _labelled(frame: pd.DataFrame, policy: str) -> pd.DataFrame:
+    return frame.assign(run=f"policy-{policy}", token_budget=128, policy=policy)
+
+
+def _pick(metrics: Mapping[str, object]) -> dict[str, object]:
+    return {name: metrics[name] for name in ("tbt_p99_ms", "total_tokens_per_s", "bubble_fraction_4", "iteration_cv")}
