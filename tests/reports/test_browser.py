@@ -58,18 +58,11 @@ PROBE = """
 
 def chromium(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
     """The DOM after the page has run, and what it wrote to the console."""
-    command = [
-        str(CHROMIUM),
-        *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
-        *(
-            "--disable-component-update",
-            "--disable-sync",
-            "--disable-dev-shm-usage",
-            "--enable-logging=stderr",
-            "--v=0",
-        ),
-        *(f"--user-data-dir={profile}", "--virtual-time-budget=5000", *flags, "--dump-dom", page.as_uri()),
-    ]
+    quiet = (
+        "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-dev-shm-usage "
+        "--disable-component-update --disable-sync --enable-logging=stderr --v=0 --virtual-time-budget=5000"
+    )
+    command = [str(CHROMIUM), *quiet.split(), f"--user-data-dir={profile}", *flags, "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
