@@ -43,7 +43,7 @@ _AXIS = {
     "tickcolor": MUTED,
     "zeroline": False,
     "tickfont": {"color": MUTED, "size": 11.5},
-    "title": {"font": {"size": 12, "color": MUTED}},
+    "title": {"font": {"size": 12, "color": MUTED}, "standoff": 10},
     "automargin": True,
 }
 #: Transparent, legend above the panels, units in the axis titles. A template, so that every panel takes it up.

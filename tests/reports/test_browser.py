@@ -54,6 +54,12 @@ PROBE = """
 })();
 </script>
 """
+#: Shows the copy on a screen of its own width: Chromium's window is never narrower than 500 pixels.
+FRAME = """
+<iframe src="probed.html" style="width:{width}px;height:900px;border:0"></iframe>
+<pre id="probe"></pre>
+<script>onmessage = (event) => (document.getElementById("probe").textContent = event.data)</script>
+"""
 
 
 def chromium(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
@@ -76,10 +82,7 @@ def probe(report: Path, folder: Path, *flags: str, frame_width: int | None = Non
     copy.write_text(page.replace("</body>", PROBE + "</body>"), encoding="utf-8")
     if frame_width is not None:
         outer = folder / "frame.html"
-        outer.write_text(
-            f'<iframe src="probed.html" style="width:{frame_width}px;height:900px;border:0"></iframe>'
-            '<pre id="probe"></pre><script>onmessage = (event) => (document.getElementById("probe").textContent = event.data)</script>'
-        )
+        outer.write_text(FRAME.format(width=frame_width))
         copy = outer
     dom, console = chromium(copy, folder / "profile", *flags)
     assert console == []
