@@ -38,6 +38,7 @@ class Model:
         self.weights = weights
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
+        self._fused_norm = self.device.type == "cuda" or self.dtype != torch.float32
         self._band: Tensor | None = None
         self._frequencies = rope_frequencies(config.rope, config.head_dim).to(self.device)
 
@@ -69,8 +70,8 @@ class Model:
         for layer, pages in zip(self.weights.layers, cache.layers, strict=True):
             q, k, v = self._heads(layer, self._norm(x, layer.input_norm), cos, sin)
             pages.write(step.pages, step.offsets, k, v)
-            x = x + layer.o(attention(q, k, v, pages))
-            x = x + self._mlp(layer, self._norm(x, layer.mlp_norm))
+            layer.o.add_to(x, attention(q, k, v, pages))
+            layer.down.add_to(x, self._activation(layer.up(self._norm(x, layer.mlp_norm))))
         x = self._norm(x.index_select(0, step.emit_rows), self.weights.final_norm)
         return self.weights.lm_head(x)
 
@@ -86,15 +87,20 @@ class Model:
         rotated = _rotate(heads[:, :num_rotated], cos, sin)
         return rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, num_rotated:]
 
-    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        up = layer.up(x)
+    def _activation(self, up: Tensor) -> Tensor:
         if not self.config.gated_mlp:
-            return layer.down(F.gelu(up))
+            return F.gelu(up)
         gate, up = up.chunk(2, dim=-1)
-        return layer.down(F.silu(gate) * up)
+        return F.silu(gate).mul_(up)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        """RMSNorm over the last dimension."""
+        if self._fused_norm:
+            return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        # On a CPU rms_norm is five passes over x; this is three.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().mul_(1 / x.shape[-1]).add_(self.config.rms_norm_eps).rsqrt_()
+        return (x * scale).mul_(weight)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every row's angles, ``[num rows, 1, head_dim / 2]`` in the model's dtype."""
