@@ -18,13 +18,17 @@ from dataclasses import dataclass
 KIB = 1024
 
 
+_MAY_BE_ZERO = ("reserved_shared_per_cta_bytes", "tensor_columns")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
     """What one GPU can hold. On AMD read SM as CU, CTA as workgroup, warp as wavefront, shared memory as LDS.
 
     ``registers_per_sm`` counts 32-bit registers of single lanes. Every SM has four partitions, each with its
     own quarter of the registers and warps. ``mma_per_sm_clock`` is the peak rate of dense 16-bit matrix
-    multiply-adds (peak FLOP/s of the data sheet / 2 / SMs / boost clock).
+    multiply-adds (peak FLOP/s of the data sheet / 2 / SMs / boost clock). ``tensor_columns`` is the tensor
+    memory of an SM (PTX ISA, "Tensor Memory"): 512 columns on Blackwell, none before.
     """
 
     name: str
@@ -40,10 +44,11 @@ class DeviceLimits:
     max_warps_per_sm: int
     max_ctas_per_sm: int
     mma_per_sm_clock: int
+    tensor_columns: int = 0
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if isinstance(value, int) and value < (0 if field == "reserved_shared_per_cta_bytes" else 1):
+            if isinstance(value, int) and value < (0 if field in _MAY_BE_ZERO else 1):
                 raise ValueError(f"{field}={value}: must be positive")
 
     @property
@@ -72,6 +77,7 @@ def _nvidia(
         max_warps_per_sm=max_warps,
         max_ctas_per_sm=max_ctas,
         mma_per_sm_clock=mma,
+        tensor_columns=512 if arch == "sm_100" else 0,
     )
 
 
@@ -124,7 +130,9 @@ def device_limits(name: str) -> DeviceLimits:
     return found
 
 
-def resident_ctas(limits: DeviceLimits, *, registers_per_thread: int, shared_bytes: int, num_warps: int) -> int:
+def resident_ctas(
+    limits: DeviceLimits, *, registers_per_thread: int, shared_bytes: int, num_warps: int, tensor_columns: int = 0
+) -> int:
     """CTAs that one SM holds at a time; 0 where not even one fits.
 
     The minimum over warps, CTA slots, registers (allocated per warp in whole units, in each of the four
@@ -145,6 +153,8 @@ def resident_ctas(limits: DeviceLimits, *, registers_per_thread: int, shared_byt
         warps = limits.registers_per_sm // PARTITIONS_PER_SM // per_warp * PARTITIONS_PER_SM
         ctas = min(ctas, warps // num_warps)
     shared = shared_bytes + limits.reserved_shared_per_cta_bytes
+    if tensor_columns:
+        ctas = min(ctas, limits.tensor_columns // tensor_columns)
     if shared:
         ctas = min(ctas, limits.shared_per_sm_bytes // shared)
     return ctas

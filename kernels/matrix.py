@@ -71,15 +71,16 @@ def _gemm(limits: DeviceLimits, dtype: torch.dtype) -> list[Variant]:
 
 def _attention(limits: DeviceLimits, dtype: torch.dtype) -> list[Variant]:
     """Every declared configuration at head size 128, four heads to a KV head (32 in the 32-row tile), 16-token pages;
-    the decode tile also with split keys, and the kernel that reduces the splits."""
+    in 16 bits the decode tile also with split keys, and the kernel that reduces the splits."""
     configs = ATTENTION_CONFIGS_FP32 if dtype == torch.float32 else ATTENTION_CONFIGS
     chosen = {
         select_attention_config(limits, head_dim=128, element_bytes=dtype.itemsize, group=group, max_query_len=longest)
-        for group, longest in ((4, 1), (4, 8), (4, 4096), *(() if dtype == torch.float32 else ((32, 1),)))
+        for group, longest in ((4, 1), (4, 8), (4, 4096), (32, 1))
     }
     variants = [_attention_variant(limits, dtype, cfg, 1, cfg in chosen) for cfg in configs]
-    variants.append(_attention_variant(limits, dtype, configs[0], 8, True))
-    variants.append(_reduce_variant(dtype))
+    if dtype != torch.float32:
+        variants.append(_attention_variant(limits, dtype, configs[0], 8, True))
+        variants.append(_reduce_variant(dtype))
     return variants
 
 

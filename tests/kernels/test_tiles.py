@@ -8,12 +8,17 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tilebudget.kernels.gpus import REPRESENTATIVE, device_limits
 from tilebudget.kernels.tiles import (
     GEMM_CONFIGS,
     TileConfig,
+    default_gemm_configs,
+    gemm_configs,
+    gemm_shared_bytes,
     last_wave_fill,
     num_tiles,
     quantization_efficiency,
+    select_config,
     tile_edges,
     tile_efficiency,
     tile_waste,
@@ -104,3 +109,40 @@ def test_importing_needs_no_torch() -> None:
     code = "import sys, tilebudget.kernels.tiles, tilebudget.kernels.gpus; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_a_k_step_keeps_its_width_in_bytes() -> None:
+    for half, eighth in zip(gemm_configs(2), gemm_configs(1), strict=True):
+        assert (half.block_m, half.block_n, 2 * half.block_k) == (eighth.block_m, eighth.block_n, eighth.block_k)
+    assert {cfg.num_stages for cfg in gemm_configs(2, "hip")} == {2}
+    with pytest.raises(ValueError, match="element_bytes=3"):
+        gemm_configs(3)
+
+
+@pytest.mark.parametrize("arch", REPRESENTATIVE)
+@pytest.mark.parametrize("element_bytes", [1, 2, 4])
+def test_defaults_fit_their_device(arch: str, element_bytes: int) -> None:
+    limits = device_limits(arch)
+    defaults = default_gemm_configs(limits, element_bytes)
+    assert {16, 64, 128} <= {cfg.block_m for cfg in defaults}
+    for cfg in defaults:
+        assert gemm_shared_bytes(cfg, element_bytes, limits) <= limits.max_shared_per_cta_bytes
+
+
+def test_selection_grows_with_the_work() -> None:
+    h200 = device_limits("h200_sxm")
+    chosen = [select_config(m, 28672, 4096, h200, 2) for m in (1, 16, 32, 64, 4096)]
+    assert [cfg.block_m for cfg in chosen[:4]] == [16, 16, 32, 64]
+    assert chosen[4].block_m * chosen[4].block_n == 128 * 256
+
+
+@given(m=st.integers(1, 4096), n=st.sampled_from([4096, 6144, 28672]), arch=st.sampled_from(sorted(REPRESENTATIVE)))
+def test_selection_is_a_default_with_no_needless_row_of_tiles(m: int, n: int, arch: str) -> None:
+    limits = device_limits(arch)
+    defaults = default_gemm_configs(limits, 2)
+    chosen = select_config(m, n, 4096, limits, 2)
+    assert chosen in defaults
+    # A smaller tile of the same width that also covers the rows at once would do the same in less time.
+    for cfg in defaults:
+        if cfg.block_n == chosen.block_n and cfg.block_k == chosen.block_k:
+            assert not m <= cfg.block_m < chosen.block_m
