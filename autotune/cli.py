@@ -21,12 +21,13 @@ from ..engine.traces import load_prompts
 from ..kernels.errors import TileBudgetError
 from ..reports import build_report
 from .config import TuneConfig
-from .console import TuneProgress, print_recommendation
+from .console import TuneProgress, counting_progress, print_recommendation
 from .devices import list_devices, make_executor
 from .problem import load_workload, workload_summary
 from .recommendation import FORMATS, Recommendation
 from .run_folder import default_run_dir
 from .store import load_recommendation
+from .tiles import analyse_device, analyse_sweep_file
 from .tuning import tune
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -188,6 +189,44 @@ def run_command(
         return
     for name, value in metrics.items():
         print(f"{name:32} {'no data' if value is None else f'{value:,.4g}'}")
+
+
+@app.command("tiles")
+def tiles_command(
+    sweep: Annotated[
+        Path | None, typer.Option(help="Measured CSV: Vidur's profiling format, or tokens,latency_ms columns.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda (measured here), or a system of the silicon tables such as h200_sxm.")
+    ] = "auto",
+    kernels: Annotated[
+        str | None, typer.Option(help="torch or triton for a device here; vllm, sglang or trtllm for a table.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16 for a device here; bf16 or fp8 for a table.")] = "auto",
+    model: Model = DEFAULT.model,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Tensor-parallel degree. Default: 1, or the smallest in the sweep.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Largest token count to measure here.")] = None,
+    min_jump_pct: Annotated[float, typer.Option(help="Smallest step, in percent, to list as an edge.")] = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Show where one more token costs a step, and the budgets worth trying."""
+    if sweep is not None:
+        analysis = analyse_sweep_file(sweep, tensor_parallel=tensor_parallel, min_jump_pct=min_jump_pct)
+    else:
+        with counting_progress(Console(stderr=True), "measuring linear layers") as on_done:
+            analysis = analyse_device(
+                model,
+                device=device,
+                kernels=kernels,
+                dtype=dtype,
+                tensor_parallel=tensor_parallel or 1,
+                min_jump_pct=min_jump_pct,
+                max_tokens=max_tokens,
+                on_done=on_done,
+            )
+    print(json.dumps(analysis.to_json()) if as_json else analysis.to_text())
 
 
 @app.command("report")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -49,6 +52,23 @@ class TuneProgress:
             self.console.print(
                 f"{phase} {done}/{planned}: {describe_row(row)}; {best}", soft_wrap=True, highlight=False
             )
+
+
+@contextmanager
+def counting_progress(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that is told (done, planned); silent where stderr is no terminal."""
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(description, total=None)
+        yield lambda done, planned: bar.update(task, completed=done, total=planned)
 
 
 def describe_row(row: TrialRow) -> str:

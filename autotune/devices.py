@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
 
 import torch
 
 from ..engine import Executor
+from ..engine.device import device_name
 from ..engine.torch_executor import TorchExecutor
 
 DEFAULT_DTYPES = {"cpu": "fp32", "cuda": "bf16"}
@@ -34,13 +34,13 @@ def list_devices() -> list[DeviceInfo]:
         )
     return [
         DeviceInfo(name="cuda", description=description, source="measured", available=cuda),
-        DeviceInfo(name="cpu", description=cpu_description(), source="measured", available=True),
+        DeviceInfo(
+            name="cpu",
+            description=f"{device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads",
+            source="measured",
+            available=True,
+        ),
     ]
-
-
-def cpu_description() -> str:
-    """Processor and thread count."""
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def resolve_device(device: str) -> str:

@@ -1,0 +1,111 @@
+"""``tilebudget tiles``: the staircase of a device, from wherever its latencies can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ..engine.device import DTYPES
+from ..engine.hf_config import resolve_model
+from ..engine.model_config import ModelConfig
+from ..kernels.gpus import device_limits
+from ..kernels.measure import GEMM_KERNELS, measure_gemms, token_grid
+from ..kernels.model_shape import ModelShape
+from ..kernels.silicon import FRAMEWORKS, Silicon
+from ..kernels.sweep import read_sweeps
+from ..kernels.tile_report import TileAnalysis, WaveContext, analyse
+from .devices import DEFAULT_DTYPES, resolve_device
+
+#: Largest token count that is measured on a device here.
+MAX_MEASURED_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """The integers of a model that the cost of its layers depends on."""
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        gated=config.gated_mlp,
+        name=config.name,
+    )
+
+
+def analyse_sweep_file(path: Path, *, tensor_parallel: int | None, min_jump_pct: float) -> TileAnalysis:
+    """The analysis of a Vidur or ``tokens,latency_ms`` file. Raises ValueError naming what is wrong with it."""
+    if not path.is_file():
+        raise ValueError(f"sweep={path}: there is no such file")
+    file = read_sweeps(path)
+    subject: dict[str, str | int] = {"sweep": path.name, "format": file.format, "num_dropped": file.num_dropped}
+    return analyse(file.sweeps, tensor_parallel=tensor_parallel, min_jump_pct=min_jump_pct, subject=subject)
+
+
+def analyse_device(
+    model: str,
+    *,
+    device: str,
+    kernels: str | None,
+    dtype: str,
+    tensor_parallel: int,
+    min_jump_pct: float,
+    max_tokens: int | None = None,
+    on_done: Callable[[int, int], None] | None = None,
+) -> TileAnalysis:
+    """The analysis of a device: ``cpu`` and ``cuda`` are measured here, others are looked up in the silicon tables.
+
+    ``kernels`` is ``torch`` or ``triton`` for a device here, ``vllm``, ``sglang`` or ``trtllm`` for a table. Raises
+    ValueError for a bad combination and SiliconError when the tables do not have it.
+    """
+    config, _ = resolve_model(model)
+    shape = model_shape(config)
+    shape.check_degree(tensor_parallel)
+    if device in ("auto", "cpu", "cuda"):
+        name = resolve_device(device)
+        kernel = kernels or "torch"
+        if kernel not in GEMM_KERNELS:
+            raise ValueError(f"kernels={kernel!r}: must be one of {', '.join(GEMM_KERNELS)} on {name}")
+        dtype_name = DEFAULT_DTYPES[name] if dtype == "auto" else dtype
+        if dtype_name not in DTYPES:
+            raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)} on {name}")
+        sweeps = measure_gemms(
+            shape,
+            tokens=token_grid(max_tokens or MAX_MEASURED_TOKENS[name]),
+            device=torch.device(name),
+            dtype=DTYPES[dtype_name],
+            tensor_parallel=tensor_parallel,
+            kernel=kernel,
+            on_done=on_done,
+        )
+    else:
+        kernel = kernels or FRAMEWORKS[0]
+        name, dtype_name = device, "bf16" if dtype == "auto" else dtype
+        silicon = Silicon.open(name, kernel)
+        kernel = f"{silicon.framework} {silicon.version}"
+        sweeps = [
+            silicon.gemm(n, k, dtype_name, op=op, tensor_parallel=tensor_parallel)
+            for op, (n, k) in shape.gemms(tensor_parallel).items()
+        ]
+    subject: dict[str, str | int] = {"model": config.name, "device": name, "kernels": kernel, "dtype": dtype_name}
+    return analyse(
+        sweeps,
+        tensor_parallel=tensor_parallel,
+        num_layers=config.num_layers,
+        min_jump_pct=min_jump_pct,
+        subject=subject,
+        wave_context=_wave_context(name, shape, tensor_parallel),
+    )
+
+
+def _wave_context(device: str, shape: ModelShape, tensor_parallel: int) -> WaveContext | None:
+    """What tile arithmetic needs, where the device's limits are known."""
+    try:
+        limits = device_limits(device)
+    except ValueError:
+        return None
+    return WaveContext(num_sms=limits.num_sms, columns={op: n for op, (n, _) in shape.gemms(tensor_parallel).items()})
