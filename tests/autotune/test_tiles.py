@@ -17,7 +17,7 @@ def test_a_plain_sweep_file(tmp_path: Path) -> None:
     file.write_text("tokens,latency_ms\n" + "\n".join(rows) + "\n")
     document = json.loads(json.dumps(analyse_sweep_file(file, tensor_parallel=None, min_jump_pct=10.0).to_json()))
     assert [(edge["tokens"], edge["next_tokens"]) for edge in document["edges"]] == [
-        (128 * tile, 128 * tile + 16) for tile in range(1, 7)
+        (128 * tile, 128 * tile + 16) for tile in range(1, 8)
     ]
     assert document["edges"][0]["jump_pct"] == pytest.approx(50.0)
 
