@@ -7,9 +7,12 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ..engine import RunRecord
 from .problem import DeviceFacts
@@ -54,7 +57,10 @@ class RunFolder:
         self._write("trials.parquet", lambda file: frame.to_parquet(file, index=False))
 
     def write_records(self, records: Sequence[tuple[TrialRow, RunRecord]]) -> None:
-        """Write ``iterations.parquet`` and ``requests.parquet`` of the runs that the report draws."""
+        """Write ``iterations.parquet`` and ``requests.parquet`` of the runs that the report draws.
+
+        Each run is a row group of its own, so that a reader can skip the others.
+        """
         iterations: list[pd.DataFrame] = []
         requests: list[pd.DataFrame] = []
         for row, record in records:
@@ -67,8 +73,7 @@ class RunFolder:
                 frames.append(frame)
         for name, frames in (("iterations.parquet", iterations), ("requests.parquet", requests)):
             if frames:
-                whole = pd.concat(frames, ignore_index=True)
-                self._write(name, lambda file, whole=whole: whole.to_parquet(file, index=False))  # type: ignore[misc]
+                self._write(name, partial(_write_row_groups, frames))
 
     def point_latest(self) -> None:
         """Let ``latest`` beside the folder point to it; skipped where the place is taken by something else."""
@@ -90,6 +95,14 @@ class RunFolder:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+
+def _write_row_groups(frames: Sequence[pd.DataFrame], file: Path) -> None:
+    schema = pa.Schema.from_pandas(frames[0], preserve_index=False)
+    with pq.ParquetWriter(file, schema) as writer:
+        for frame in frames:
+            table = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
+            writer.write_table(table, row_group_size=max(1, len(frame)))
 
 
 def default_run_dir(model: str) -> Path:

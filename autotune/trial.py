@@ -23,7 +23,8 @@ REQUIRED_METRICS = ("total_tokens_per_s", "output_tokens_per_s", "busy_s", "iter
 @dataclass(frozen=True, kw_only=True)
 class TrialRow:
     """One row of ``trials.parquet``. ``state`` is ``complete``, ``pruned`` or ``failed``; the last two have a
-    ``reason``. ``feasible`` is None where the SLO has no data."""
+    ``reason``. ``feasible`` is None where the SLO has no data. A pruned row's ``tbt_p99_ms`` is that of the run so far.
+    """
 
     run: str
     role: str
@@ -113,7 +114,7 @@ class TrialRunner:
                 reason=record.stopped,
                 feasible=False,
                 violations=(max(_excess(values["tbt_p99_ms"], self.slo.tbt_s * 1e3), 1e-6), 0.0),
-                metrics={"tbt_p99_ms": None, "num_iterations": values["num_iterations"]},
+                metrics={name: values[name] for name in ("tbt_count", "tbt_p99_ms", "num_iterations")},
             )
         broken = [name for name in REQUIRED_METRICS if not math.isfinite(values[name] or 0.0)]
         if broken:
