@@ -96,10 +96,11 @@ class Model:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last dimension."""
         if self._fused_norm:
-            return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+            normed: Tensor = F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+            return normed
         # On a CPU rms_norm is five passes over x; this is three.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().mul_(1 / x.shape[-1]).add_(self.config.rms_norm_eps).rsqrt_()
+        scale: Tensor = norm.square_().mul_(1 / x.shape[-1]).add_(self.config.rms_norm_eps).rsqrt_()
         return (x * scale).mul_(weight)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

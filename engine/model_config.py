@@ -241,7 +241,6 @@ PRESETS: dict[str, ModelConfig] = {
             head_dim=64,
             intermediate_size=59392,
             max_position=2048,
-            tie_embeddings=True,
             gated_mlp=False,
         ),
     )

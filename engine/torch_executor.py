@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +67,7 @@ class TorchExecutor:
         dtype: str = "fp32",
         seed: int = 0,
         num_threads: int | None = None,
-    ) -> TorchExecutor:
+    ) -> Self:
         """An executor for a preset's name (random weights drawn by ``seed``), a Hugging Face folder, or a config.
 
         Raises ValueError for an unknown model, device or dtype, or a damaged folder; OutOfMemoryError when the

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,21 +14,10 @@ import torch
 FAMILIES = ("llama", "llama31", "mistral", "qwen2", "qwen3")
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A checkpoint folder, prompts, and transformers' greedy continuation of each with its logits."""
-
-    folder: Path
-    prompts: tuple[tuple[int, ...], ...]
-    num_outputs: tuple[int, ...]
-    outputs: tuple[tuple[int, ...], ...]
-    logits: tuple[torch.Tensor, ...]
-
-
-def _build(family: str) -> torch.nn.Module:
+def _build(family: str) -> Any:
     import transformers as hf
 
-    sizes: dict[str, object] = {
+    sizes: dict[str, Any] = {
         "vocab_size": 97,
         "hidden_size": 48,
         "intermediate_size": 80,
@@ -81,7 +71,8 @@ def rewrite_config_in_older_style(folder: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def _make(family: str, folder: Path) -> Reference:
+def _make(family: str, folder: Path) -> SimpleNamespace:
+    """Its ``folder``, ``prompts``, ``num_outputs``, and the ``outputs`` and ``logits`` of each prompt."""
     torch.manual_seed(0)
     model = _build(family).eval()
     _randomise(model)
@@ -90,15 +81,15 @@ def _make(family: str, folder: Path) -> Reference:
     num_outputs = (9, 12, 5, 14, 1, 11)
     outputs, logits = [], []
     for prompt, count in zip(prompts, num_outputs, strict=True):
-        made = model.generate(  # type: ignore[operator]
+        made = model.generate(
             prompt, max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True
         )
         outputs.append(tuple(made.sequences[0, prompt.shape[1] :].tolist()))
         logits.append(torch.cat(made.logits))
-    model.save_pretrained(folder, max_shard_size="60KB" if family == "llama" else "5GB")  # type: ignore[operator]
+    model.save_pretrained(folder, max_shard_size="60KB" if family == "llama" else "5GB")
     if family in ("llama31", "qwen2"):
         rewrite_config_in_older_style(folder)
-    return Reference(
+    return SimpleNamespace(
         folder=folder,
         prompts=tuple(tuple(prompt[0].tolist()) for prompt in prompts),
         num_outputs=num_outputs,
@@ -108,11 +99,11 @@ def _make(family: str, folder: Path) -> Reference:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SimpleNamespace]:
     """Callable: family to its checkpoint and transformers' greedy outputs, each made once a session."""
-    made: dict[str, Reference] = {}
+    made: dict[str, SimpleNamespace] = {}
 
-    def get(family: str) -> Reference:
+    def get(family: str) -> SimpleNamespace:
         if family not in made:
             made[family] = _make(family, tmp_path_factory.mktemp(family))
         return made[family]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,6 @@ import torch
 from tilebudget.engine import POLICY_NAMES, Batch, Engine, EngineConfig, Request, StepResult, Workload
 from tilebudget.engine.torch_executor import TorchExecutor
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from conftest import Reference
 
 FAMILIES = ("llama", "llama31", "mistral", "qwen2", "qwen3")
 ROOMY, TIGHT = None, 18  # KV blocks of 4 tokens: 18 hold any one request but not all six
@@ -43,7 +40,7 @@ class RecordingExecutor(TorchExecutor):
 
 
 @pytest.fixture(scope="module")
-def executors(reference: Callable[[str], Reference]) -> Callable[[str], RecordingExecutor]:
+def executors(reference: Callable[[str], SimpleNamespace]) -> Callable[[str], RecordingExecutor]:
     made: dict[str, RecordingExecutor] = {}
 
     def get(family: str) -> RecordingExecutor:
@@ -63,7 +60,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def workload_of(expected: Reference) -> Workload:
+def workload_of(expected: SimpleNamespace) -> Workload:
     requests = [
         Request(arrival_s=0.0, prompt_tokens=len(prompt), output_tokens=count, prompt_token_ids=prompt)
         for prompt, count in zip(expected.prompts, expected.num_outputs, strict=True)
@@ -80,7 +77,7 @@ def test_greedy_outputs_equal_transformers(
     policy: str,
     token_budget: int | None,
     num_kv_blocks: int | None,
-    reference: Callable[[str], Reference],
+    reference: Callable[[str], SimpleNamespace],
     executors: Callable[[str], RecordingExecutor],
 ) -> None:
     expected, executor = reference(family), executors(family)
