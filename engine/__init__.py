@@ -2,7 +2,7 @@
 
 from .config import POLICY_NAMES, EngineConfig
 from .engine import Engine, Monitor, Progress
-from .executor import Executor, NonFiniteLogitsError, OutOfMemoryError, StepResult
+from .executor import DecodeRunner, Executor, NonFiniteLogitsError, OutOfMemoryError, StepResult
 from .kv_cache import BlockManager
 from .metrics import (
     SLO,
@@ -32,6 +32,7 @@ __all__ = [
     "TRACE_FORMATS",
     "Batch",
     "BlockManager",
+    "DecodeRunner",
     "Distribution",
     "Engine",
     "EngineConfig",

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
 from .config import EngineConfig
-from .executor import Executor, NonFiniteTimeError
+from .executor import DecodeRunner, Executor, NonFiniteTimeError
 from .kv_cache import BlockManager
 from .policies import make_scheduler
-from .record import RecordBuilder, Requests, RunRecord
+from .record import FloatArray, RecordBuilder, Requests, RunRecord
 from .request import Batch, Request, Sequence, Workload
 from .scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is, given to the ``monitor`` of ``Engine.run`` after each iteration.
+    """How far a run is, given to the ``monitor`` of ``Engine.run`` after each iteration, or after a whole run of
+    decode-only iterations that were advanced in one step (on modelled devices; such a run is never taken back).
 
-    ``gaps_s`` are the times between tokens (seconds) that this iteration ended.
+    ``gaps_s`` are the times between tokens (seconds) that ended since the last call.
     """
 
     now_s: float
     num_finished: int
     num_requests: int
-    gaps_s: list[float]
+    gaps_s: list[float] | FloatArray
 
 
-#: Called after each iteration; a string stops the run and becomes ``RunRecord.stopped``.
+#: Called with each ``Progress``; a string stops the run and becomes ``RunRecord.stopped``.
 Monitor = Callable[[Progress], str | None]
 
 
@@ -44,7 +46,8 @@ class Engine:
         """Serve ``workload`` under ``config`` and return the record.
 
         On a real device the clock advances by the measured time of each iteration and jumps over idle gaps;
-        on a modelled one by what the table says. Requests longer than ``max_model_len`` or than the whole KV
+        on a modelled one by what the table says; there, iterations that repeat a batch of decodes are advanced in one
+        step, which gives the same record as one by one. Requests longer than ``max_model_len`` or than the whole KV
         cache are rejected, recorded and do not stop the others.
         Raises OutOfMemoryError when the device cannot hold the run, ValueError on settings that disagree.
         """
@@ -58,6 +61,7 @@ class Engine:
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_blocks_per_seq=config.max_blocks_per_seq,
+            with_table=self.executor.needs_token_ids,
         )
         self.executor.start(config, kv)
         return _Run(self.executor, workload, config, kv).serve(monitor)
@@ -68,6 +72,7 @@ class _Run:
 
     def __init__(self, executor: Executor, workload: Workload, config: EngineConfig, kv: BlockManager) -> None:
         self.executor = executor
+        self.decode_runner = executor if executor.virtual_time and isinstance(executor, DecodeRunner) else None
         self.workload = workload
         self.config = config
         self.kv = kv
@@ -76,37 +81,33 @@ class _Run:
         self.rejected = {seq.index: reason for seq in self.sequences if (reason := self._reject(seq.request))}
         self.pending = [seq for seq in reversed(self.sequences) if seq.index not in self.rejected]
         self.builder = RecordBuilder()
-        self.num_finished = 0
         self.overhead_s = 0.0
+        self.decode_s = 0.0  # duration of the last iteration advanced in a run, to guess how many fit the next
 
     def serve(self, monitor: Monitor | None) -> RunRecord:
         now_s = 0.0
         stopped = None
-        while self.pending or self.scheduler.has_work:
+        scheduler, pending = self.scheduler, self.pending
+        want_gaps = monitor is not None
+        while pending or scheduler.has_work:
             began = perf_counter()
-            if not self.scheduler.has_work:
-                now_s = max(now_s, self.pending[-1].arrival_s)
-            while self.pending and self.pending[-1].arrival_s <= now_s:
-                self.scheduler.add(self.pending.pop())
-            batch = self.scheduler.schedule()
+            if not scheduler.has_work:
+                now_s = max(now_s, pending[-1].arrival_s)
+            while pending and pending[-1].arrival_s <= now_s:
+                scheduler.add(pending.pop())
+            batch = scheduler.schedule()
             if not batch.num_requests:
                 raise AssertionError(f"policy {self.config.policy} scheduled an empty iteration with work waiting")
-            blocks_used = self.kv.num_used
-            result = self.executor.execute(batch)
-            emitted = self.scheduler.commit(batch)
-            if result.token_ids is not None:
-                _store_tokens(emitted, result.token_ids)
-            duration_s = result.model_s if self.executor.virtual_time else perf_counter() - began
-            if not 0.0 <= duration_s < float("inf"):
-                raise NonFiniteTimeError(f"the executor reports {duration_s} s for an iteration: must be finite")
-            self._record(batch, now_s, duration_s, result.model_s, blocks_used, emitted)
-            gaps_s = self._stamp(batch, emitted, now_s, now_s + duration_s, monitor is not None)
-            now_s += duration_s
-            self.overhead_s += perf_counter() - began - (0.0 if self.executor.virtual_time else result.model_s)
+            num_iterations = self._run_length(batch, now_s)
+            if num_iterations > 1:
+                now_s, gaps_s, model_s = self._run_decodes(batch, now_s, num_iterations, want_gaps)
+            else:
+                now_s, gaps_s, model_s = self._run_once(batch, now_s, began, want_gaps)
+            self.overhead_s += perf_counter() - began - (0.0 if self.executor.virtual_time else model_s)
             if monitor is not None:
                 progress = Progress(
                     now_s=now_s,
-                    num_finished=self.num_finished,
+                    num_finished=scheduler.num_finished,
                     num_requests=len(self.sequences),
                     gaps_s=gaps_s,
                 )
@@ -115,41 +116,84 @@ class _Run:
                     break
         return self._finish(stopped)
 
-    def _record(
-        self,
-        batch: Batch,
-        start_s: float,
-        duration_s: float,
-        model_s: float,
-        used: int,
-        emitted: list[Sequence],
-    ) -> None:
+    def _run_once(
+        self, batch: Batch, start_s: float, began: float, want_gaps: bool
+    ) -> tuple[float, list[float] | FloatArray, float]:
+        """One iteration. When it ends, the gaps it ended, and its seconds in the model."""
+        blocks_used = self.kv.num_used
+        result = self.executor.execute(batch)
+        emitted = self.scheduler.commit(batch)
+        if result.token_ids is not None:
+            _store_tokens(emitted, result.token_ids)
+        duration_s = result.model_s if self.executor.virtual_time else perf_counter() - began
+        if not 0.0 <= duration_s < float("inf"):
+            raise NonFiniteTimeError(f"the executor reports {duration_s} s for an iteration: must be finite")
         builder = self.builder
         builder.start_s.append(start_s)
         builder.duration_s.append(duration_s)
-        builder.model_s.append(model_s)
-        builder.num_decodes.append(len(batch.decodes))
-        builder.num_prefill_tokens.append(batch.num_prefill_tokens)
-        builder.num_requests.append(batch.num_requests)
-        builder.kv_blocks_used.append(used)
-        builder.num_preemptions.append(batch.num_preempted)
-        builder.num_emitted.append(len(emitted))
-        builder.token_request.extend([sequence.index for sequence in emitted])
-
-    def _stamp(
-        self, batch: Batch, emitted: list[Sequence], start_s: float, end_s: float, want_gaps: bool
-    ) -> list[float]:
-        """Note first scheduling and finishing; the gaps between tokens, where a monitor wants them."""
+        builder.model_s.append(result.model_s)
+        builder.kv_blocks_used.append(blocks_used)
+        self._record_batch(batch, emitted, 1)
+        end_s = start_s + duration_s
         for sequence in batch.chunks:
             if sequence.first_scheduled_s != sequence.first_scheduled_s:
                 sequence.first_scheduled_s = start_s
-        self.num_finished += sum(1 for sequence in emitted if sequence.num_generated >= sequence.output_tokens)
-        if not want_gaps:
-            return []
-        gaps_s = [end_s - sequence.last_token_s for sequence in emitted if sequence.num_generated > 1]
-        for sequence in emitted:
-            sequence.last_token_s = end_s
-        return gaps_s
+        return end_s, _close_gaps(emitted, end_s) if want_gaps else [], result.model_s
+
+    def _run_length(self, batch: Batch, now_s: float) -> int:
+        """Iterations to advance in one step: how long the batch surely stays the same, cut short where the next
+        arrival is expected (the exact cut comes with the durations)."""
+        if self.decode_runner is None or batch.chunks:
+            return 1
+        length = self.scheduler.decode_run_length(batch)
+        if self.pending and self.decode_s > 0.0:
+            until_arrival = (self.pending[-1].arrival_s - now_s) / self.decode_s
+            if until_arrival < length:
+                return min(length, int(1.05 * until_arrival) + 2)
+        return length
+
+    def _run_decodes(
+        self, batch: Batch, now_s: float, num_iterations: int, want_gaps: bool
+    ) -> tuple[float, list[float] | FloatArray, float]:
+        """Iterations of one unchanged batch of decodes, up to ``num_iterations``: those that start before the next
+        arrival. Returns what ``_run_once`` does."""
+        assert self.decode_runner is not None
+        durations_s = self.decode_runner.decode_run_s(batch, num_iterations)
+        clock_s = np.empty(num_iterations + 1)
+        clock_s[0] = now_s
+        clock_s[1:] = durations_s
+        np.add.accumulate(clock_s, out=clock_s)  # one addition after the other, as the clock of single iterations
+        if self.pending:
+            num_iterations = min(num_iterations, int(clock_s.searchsorted(self.pending[-1].arrival_s)))
+            durations_s = durations_s[:num_iterations]
+            clock_s = clock_s[: num_iterations + 1]
+        if not (durations_s.min() >= 0.0 and durations_s.max() < float("inf")):
+            bad_s = durations_s[~((durations_s >= 0.0) & (durations_s < float("inf")))][0]
+            raise NonFiniteTimeError(f"the executor reports {bad_s} s for an iteration: must be finite")
+        builder = self.builder
+        builder.start_s.frombytes(clock_s[:-1].tobytes())
+        builder.duration_s.frombytes(durations_s.tobytes())
+        builder.model_s.frombytes(durations_s.tobytes())
+        builder.kv_blocks_used.extend(self.scheduler.commit_run(batch, num_iterations))
+        self._record_batch(batch, batch.decodes, num_iterations)
+        self.decode_s = float(durations_s[-1])
+        gaps_s: list[float] | FloatArray = []
+        if want_gaps:
+            first_s = _close_gaps(batch.decodes, float(clock_s[1]))
+            gaps_s = np.concatenate([first_s, np.repeat(np.diff(clock_s[1:]), len(batch.decodes))])
+            for sequence in batch.decodes:
+                sequence.last_token_s = float(clock_s[-1])
+        return float(clock_s[-1]), gaps_s, 0.0
+
+    def _record_batch(self, batch: Batch, emitted: SequenceOf[Sequence], num_iterations: int) -> None:
+        builder = self.builder
+        builder.num_iterations.append(num_iterations)
+        builder.num_decodes.append(len(batch.decodes))
+        builder.num_prefill_tokens.append(batch.num_prefill_tokens)
+        builder.num_requests.append(batch.num_requests)
+        builder.num_preemptions.append(batch.num_preempted)
+        builder.num_emitted.append(len(emitted))
+        builder.emitted.extend([sequence.index for sequence in emitted])
 
     def _reject(self, request: Request) -> str | None:
         if request.total_tokens > self.config.max_model_len:
@@ -217,6 +261,14 @@ def _token_ids(index: int, request: Request, vocab_size: int, seed: int) -> np.n
             f"found {int(prompt.min())}..{int(prompt.max())}"
         )
     return ids
+
+
+def _close_gaps(emitted: SequenceOf[Sequence], end_s: float) -> list[float]:
+    """The gap before the token that each sequence got at ``end_s``; the first token of one ends no gap."""
+    gaps_s = [end_s - sequence.last_token_s for sequence in emitted]
+    for sequence in emitted:
+        sequence.last_token_s = end_s
+    return [gap_s for gap_s in gaps_s if gap_s == gap_s]  # last_token_s is NaN before the first token
 
 
 def _store_tokens(emitted: list[Sequence], token_ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:

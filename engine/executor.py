@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ class Executor(Protocol):
 
     #: True when time is what the table says, False when the engine's clock measures it.
     virtual_time: bool
-    #: Whether sequences must carry token ids.
+    #: Whether sequences must carry token ids, and their KV blocks a table. Without, blocks are only counted.
     needs_token_ids: bool
     #: Largest context that the model takes, in tokens.
     max_position: int
@@ -62,3 +62,12 @@ class Executor(Protocol):
 
     def execute(self, batch: Batch) -> StepResult:
         """Run one iteration. The sequences of ``batch`` are not changed."""
+
+
+@runtime_checkable
+class DecodeRunner(Protocol):
+    """What an executor in virtual time may offer beside ``execute``, to make long runs of decodes quick."""
+
+    def decode_run_s(self, batch: Batch, num_iterations: int) -> npt.NDArray[np.float64]:
+        """Seconds of each of the next iterations, when all run the decodes of ``batch`` and each gives every one a
+        token: bit for bit what ``execute`` would return one after the other. ``batch`` is not changed."""

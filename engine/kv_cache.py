@@ -12,9 +12,19 @@ class BlockManager:
     ``block_table`` is int32 ``[max_num_seqs, max_blocks_per_seq]``: row ``slot`` lists the blocks of the
     sequence that holds the slot, in token order; entries past its length are stale. Blocks are reused last
     freed first, so the used ones stay at the low end of the pool.
+
+    ``with_table=False`` only counts blocks: ``block_table`` is empty. For executors that have no cache behind it.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_blocks_per_seq: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        with_table: bool = True,
+    ) -> None:
         for name, value in (
             ("num_blocks", num_blocks),
             ("block_size", block_size),
@@ -25,20 +35,18 @@ class BlockManager:
                 raise ValueError(f"{name}={value}: must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.block_table: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
-        self._free_blocks = list(range(num_blocks - 1, -1, -1))
+        self.num_free = num_blocks
+        self.with_table = with_table
+        rows = max_num_seqs if with_table else 0
+        self.block_table: npt.NDArray[np.int32] = np.zeros((rows, max_blocks_per_seq), dtype=np.int32)
+        self._free_blocks = list(range(num_blocks - 1, -1, -1)) if with_table else []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_held = [0] * max_num_seqs
 
     @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free_blocks)
-
-    @property
     def num_used(self) -> int:
-        """Blocks held by running sequences."""
-        return self.num_blocks - len(self._free_blocks)
+        """Blocks held by running sequences; ``num_free`` are the others."""
+        return self.num_blocks - self.num_free
 
     @property
     def num_free_slots(self) -> int:
@@ -66,24 +74,32 @@ class BlockManager:
 
     def append_block(self, slot: int) -> bool:
         """Give ``slot`` one more block; False when none is free."""
-        if not self._free_blocks:
+        if not self.num_free:
             return False
         self._take(slot, 1)
         return True
 
+    def append_blocks(self, slot: int, count: int) -> None:
+        """Give ``slot`` ``count`` more blocks. Raises ValueError when they are not free."""
+        self._take(slot, count)
+
     def free(self, slot: int) -> None:
         """Take back the slot and all its blocks."""
         held = self._num_held[slot]
-        self._free_blocks.extend(self.block_table[slot, :held][::-1].tolist())
+        if self.with_table:
+            self._free_blocks.extend(self.block_table[slot, :held][::-1].tolist())
+        self.num_free += held
         self._num_held[slot] = 0
         self._free_slots.append(slot)
 
     def _take(self, slot: int, count: int) -> None:
         held = self._num_held[slot]
-        if count > len(self._free_blocks):
-            raise ValueError(f"{count} KV blocks asked for, {len(self._free_blocks)} are free")
+        if count > self.num_free:
+            raise ValueError(f"{count} KV blocks asked for, {self.num_free} are free")
         if held + count > self.block_table.shape[1]:
             raise ValueError(f"slot {slot} would hold {held + count} blocks, the table has {self.block_table.shape[1]}")
-        self.block_table[slot, held : held + count] = self._free_blocks[: -count - 1 : -1]
-        del self._free_blocks[len(self._free_blocks) - count :]
+        if self.with_table:
+            self.block_table[slot, held : held + count] = self._free_blocks[: -count - 1 : -1]
+            del self._free_blocks[self.num_free - count :]
+        self.num_free -= count
         self._num_held[slot] = held + count

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
 
 from .config import EngineConfig
 from .kv_cache import BlockManager
@@ -32,6 +34,7 @@ class Scheduler(ABC):
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
+        self.num_finished = 0
         self._num_preempted = 0
 
     @abstractmethod
@@ -71,13 +74,14 @@ class Scheduler(ABC):
         When no block is free the running sequence that arrived last gives up all of its own and will be
         recomputed (vLLM's recompute preemption).
         """
-        for sequence in list(self.decoding):
-            while sequence.slot >= 0 and sequence.num_computed >= sequence.kv_capacity:
+        decodes = list(self.decoding)
+        for sequence in decodes:
+            while sequence.num_computed >= sequence.kv_capacity and sequence.slot >= 0:
                 if self.kv.append_block(sequence.slot):
                     sequence.kv_capacity += self.kv.block_size
                 else:
                     self._preempt(max(self.decoding + self.prefilling, key=lambda running: running.index))
-        return list(self.decoding)
+        return list(self.decoding) if self._num_preempted else decodes
 
     def make_batch(
         self,
@@ -92,16 +96,7 @@ class Scheduler(ABC):
     def commit(self, batch: Batch) -> list[Sequence]:
         """Advance every sequence of ``batch``; returns those that got a token, decodes first, then chunks."""
         emitted = list(batch.decodes)
-        any_finished = False
-        for sequence in batch.decodes:
-            sequence.num_computed += 1
-            sequence.num_tokens += 1
-            sequence.num_generated += 1
-            if sequence.num_generated >= sequence.output_tokens:
-                any_finished = True
-                self._release(sequence)
-        if any_finished:
-            self.decoding = [sequence for sequence in self.decoding if sequence.slot >= 0]
+        self._advance(batch.decodes, 1)
         for sequence, tokens in zip(batch.chunks, batch.chunk_tokens, strict=True):
             sequence.num_computed += tokens
             if sequence.num_computed < sequence.num_tokens:
@@ -111,10 +106,77 @@ class Scheduler(ABC):
             sequence.num_generated += 1
             self.prefilling.remove(sequence)
             if sequence.finished:
+                self.num_finished += 1
                 self._release(sequence)
             else:
                 self.decoding.append(sequence)
         return emitted
+
+    def decode_run_length(self, batch: Batch) -> int:
+        """Iterations, this one included, that run the same ``batch`` again if nobody arrives; at least 1.
+
+        More than 1 only for decodes that preempted nobody. Then the next batch is the same as long as none of them
+        finishes and the free blocks last, under every policy: nothing is prefilling, or the iteration would have a
+        chunk of it; and the head of the queue, which found no slot, no blocks or no budget this time, finds less next
+        time, for slots and budget stay as they are and free blocks only become fewer. (A preemption is the exception:
+        Sarathi does not even ask the head then, and vLLM v0 asked it before its blocks were given up.)
+        """
+        if batch.chunks or batch.num_preempted:
+            return 1
+        length = min([sequence.output_tokens - sequence.num_generated for sequence in batch.decodes])
+        if len(batch.decodes) * (length // self.kv.block_size + 1) <= self.kv.num_free:
+            return length
+        # Few free blocks: the longest run whose last iteration still has them. This iteration's are taken already.
+        shortest, longest = 1, length
+        while shortest < longest:
+            middle = (shortest + longest + 1) // 2
+            if self._blocks_to_grow(batch, middle) <= self.kv.num_free:
+                shortest = middle
+            else:
+                longest = middle - 1
+        return shortest
+
+    def commit_run(self, batch: Batch, num_iterations: int) -> list[int]:
+        """Advance the decodes of ``batch`` by a whole run of iterations; blocks in use during each of them."""
+        used = [0] * num_iterations
+        for sequence in batch.decodes:
+            first = sequence.kv_capacity - sequence.num_computed
+            if first < num_iterations:
+                count = 0
+                for iteration in range(first, num_iterations, self.kv.block_size):
+                    used[iteration] += 1
+                    count += 1
+                used[0] -= count
+                self.kv.append_blocks(sequence.slot, count)
+                sequence.kv_capacity += count * self.kv.block_size
+        used[0] += self.kv.num_used
+        self._advance(batch.decodes, num_iterations)
+        return list(accumulate(used))
+
+    def _blocks_to_grow(self, batch: Batch, num_iterations: int) -> int:
+        """Blocks that a run of decode iterations takes beyond those held."""
+        size = self.kv.block_size
+        return sum(
+            [
+                max(0, -(-(sequence.num_computed + num_iterations - sequence.kv_capacity) // size))
+                for sequence in batch.decodes
+            ]
+        )
+
+    def _advance(self, decodes: Iterable[Sequence], num_tokens: int) -> None:
+        """Give every decode its next tokens; those that have them all finish."""
+        any_finished = False
+        for sequence in decodes:
+            sequence.num_computed += num_tokens
+            sequence.num_tokens += num_tokens
+            generated = sequence.num_generated + num_tokens
+            sequence.num_generated = generated
+            if generated >= sequence.output_tokens:
+                any_finished = True
+                self.num_finished += 1
+                self._release(sequence)
+        if any_finished:
+            self.decoding = [sequence for sequence in self.decoding if sequence.slot >= 0]
 
     def _preempt(self, victim: Sequence) -> None:
         (self.decoding if victim in self.decoding else self.prefilling).remove(victim)
