@@ -116,7 +116,7 @@ class AdaptiveSampler:
             return [int(self.candidates[i]) for i in self._coarse()]
         if len(self._known) >= self.num_points or not self._intervals:
             return []
-        ends = max(self._intervals, key=lambda key: self._price(self._intervals[key]))
+        ends = max(self._intervals, key=lambda key: (self._price(self._intervals[key]), -key[0]))
         index = self._split(*ends)
         self._pending = {index: ends}
         return [int(self.candidates[index])]
