@@ -5,6 +5,7 @@ Pure arithmetic: importing this module imports neither torch nor triton.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from .gpus import DeviceLimits
@@ -46,7 +47,7 @@ ATTENTION_CONFIGS: tuple[AttentionConfig, ...] = (
 )
 
 #: What attention may use with fp32 operands, which are multiplied without tensor cores.
-ATTENTION_CONFIGS_FP32: tuple[AttentionConfig, ...] = (_config(16, 16, 4, 2), _config(32, 16, 4, 2))
+ATTENTION_CONFIGS_FP32: tuple[AttentionConfig, ...] = (_config(16, 16, 4, 2), _config(32, 16, 8, 2))
 
 
 def next_power_of_two(value: int) -> int:
@@ -59,6 +60,7 @@ def stages_on(cfg: AttentionConfig, limits: DeviceLimits) -> int:
     return min(cfg.num_stages, MAX_STAGES_HIP) if limits.vendor == "hip" else cfg.num_stages
 
 
+@functools.lru_cache(maxsize=4096)
 def select_attention_config(
     limits: DeviceLimits, *, head_dim: int, element_bytes: int, group: int, max_query_len: int
 ) -> AttentionConfig:

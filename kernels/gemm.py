@@ -22,6 +22,9 @@ FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+#: Architectures whose MMA units take fp8 e4m3 operands (gfx942 takes another fp8 encoding, e4m3fnuz).
+FP8_ARCHS = ("sm_89", "sm_90", "sm_100")
+
 #: Tiles with fewer rows than this put the weights on the long side of the MMA instruction.
 SWAP_BELOW_BLOCK_M = 64
 
@@ -165,8 +168,10 @@ def gemm(
         return out
     require_runnable(_gemm_kernel, x.device)
 
-    element_bytes = x.element_size()
-    cfg = config or select_config(m, n, k, limits_of(x.device), element_bytes)
+    limits = limits_of(x.device)
+    if x.dtype == FP8 and limits.arch not in FP8_ARCHS:
+        raise ValueError(f"x.dtype={x.dtype}: needs one of {', '.join(FP8_ARCHS)}, the device is {limits.arch}")
+    cfg = config or select_config(m, n, k, limits, x.element_size())
     _gemm_kernel[(num_tiles(m, n, cfg),)](
         x,
         w,

@@ -16,9 +16,6 @@ from .gpus import DeviceLimits
 from .tiles import default_gemm_configs, gemm_configs
 from .variants import DTYPE_NAMES, Variant
 
-#: Architectures whose MMA units take fp8 e4m3 operands (gfx942 takes another fp8 encoding, e4m3fnuz).
-FP8_ARCHS = ("sm_89", "sm_90", "sm_100")
-
 KERNELS = ("gemm", "attention", "rms_norm", "rotary_write", "silu_mul")
 
 
@@ -28,7 +25,7 @@ def variants(limits: DeviceLimits) -> list[Variant]:
     fp16 differs from bf16 in one letter of the MMA instruction and is left out.
     """
     found = _gemm(limits, torch.bfloat16) + _gemm(limits, torch.float32)
-    if limits.arch in FP8_ARCHS:
+    if limits.arch in gemm.FP8_ARCHS:
         found += _gemm(limits, gemm.FP8)
     for dtype in (torch.bfloat16, torch.float32):
         found += _attention(limits, dtype)

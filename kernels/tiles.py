@@ -9,6 +9,7 @@ Pure arithmetic: importing this module imports neither torch nor triton.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -57,7 +58,7 @@ GEMM_CONFIGS: tuple[TileConfig, ...] = (
     _config(32, 64, 64, 4, 5),
     _config(32, 128, 64, 4, 4),
     _config(64, 64, 64, 4, 4),
-    _config(64, 128, 64, 4, 4),
+    _config(64, 128, 64, 8, 4),
     _config(64, 256, 64, 8, 3),
     _config(128, 64, 64, 4, 4),
     _config(128, 128, 64, 8, 3),
@@ -245,6 +246,7 @@ def tile_clocks(cfg: TileConfig, k: int, element_bytes: int, limits: DeviceLimit
     return k * (cfg.block_m * cfg.block_n / rate + load)
 
 
+@functools.lru_cache(maxsize=65536)
 def select_config(m: int, n: int, k: int, limits: DeviceLimits, element_bytes: int) -> TileConfig:
     """The tile configuration to use for an m x n x k GEMM on a device.
 
