@@ -3,9 +3,9 @@
 What the tables do not hold is derived, and marked so:
 
 - attention of a chunk after a prefix (the tables have no prefix): the chunk's own causal attention, and chunk * prefix
-  query-key pairs more, at the price a pair has between a sequence of the chunk's length and one twice as long;
-  never less than one decode over the same context. On an A100 (FlashAttention, 32 query heads) a chunk of 1024 was
-  measured to cost 0.103 us for each token of prefix, evenly from 704 to 3072 (Vidur); this rule says 0.115.
+  query-key pairs more at the price that a pair has in long prompts (`pair_ms`); never less than one decode over
+  the same context. On an A100 (FlashAttention, 32 query heads) a chunk of 1024 was measured to cost 0.103 us for each
+  token of prefix, evenly from 704 to 3072 (Vidur's sweep); this rule says 0.103 from the vllm table;
 - norms, rotary embedding, activation, residual and embedding: their bytes at 80% of the memory bandwidth, and 3 us.
 - the time between kernels and iterations is 0 unless the caller knows better.
 """
@@ -28,8 +28,12 @@ BANDWIDTH_SHARE = 0.8
 LAUNCH_MS = 0.003
 ELEMENT_BYTES = 2
 PREFIXES = np.array([0, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])
+LONG_TOKENS = 2048
+FILLING_TOKENS = 512
+"""Rows that fill a GPU of about 130 SMs with 32 heads and tiles of 128 rows."""
+
 DERIVED_SPREAD = 0.15
-"""Relative spread of derived attention: its slope over the prefix was 12% off where it could be checked."""
+"""Relative spread of derived attention."""
 
 _TOKEN_GRID = np.array([1, 16, 64, 256, 1024, 4096, 16384, 32768])
 
@@ -83,7 +87,7 @@ def silicon_table(
             "plus_one": plus_one,
         },
         notes=(
-            "prefix attention is derived: chunk x prefix pairs at the price of a pair between length c and 2c",
+            "prefix attention is derived: chunk x prefix pairs at the price of a pair in long prompts",
             "element-wise operations are derived from their bytes",
         ),
     )
@@ -221,16 +225,17 @@ def prefill_surface(silicon: Silicon, model: ModelShape, tensor_parallel: int, d
 
 
 def pair_ms(chunks: IntArray, causal_ms: FloatArray) -> FloatArray:
-    """The price of a query-key pair for each chunk length c: what the c^2 * 3/2 pairs between c and 2c tokens cost.
+    """The price of a query-key pair for each chunk length.
 
-    It never rises with c (longer chunks fill the GPU better), which also irons out timing noise.
+    That of long prompts: what the pairs between LONG_TOKENS and twice as many tokens cost (the widest such step that
+    the table has, where it is shorter). Chunks under FILLING_TOKENS leave part of the GPU idle: each of their pairs
+    costs as much more as they are shorter.
     """
-    twice = 2 * chunks
-    double_ms = np.interp(twice, chunks, causal_ms)
-    price = (double_ms - causal_ms) / (1.5 * chunks.astype(np.float64) ** 2)
-    known = twice <= chunks[-1]
-    price = np.where(known, price, price[known][-1] if known.any() else causal_ms[-1] * 2 / float(chunks[-1]) ** 2)
-    return np.asarray(np.maximum.accumulate(price[::-1])[::-1], dtype=np.float64)
+    longest = float(chunks[-1])
+    start = min(float(LONG_TOKENS), longest / 2)
+    low, high = np.interp([start, 2 * start], chunks, causal_ms)
+    price = max(float(high - low), 0.0) / (1.5 * start**2)
+    return np.asarray(price * np.maximum(1.0, FILLING_TOKENS / chunks), dtype=np.float64)
 
 
 def _by_bytes(spec: SystemSpec, op: str, elements_per_token: int) -> StepCurve:
