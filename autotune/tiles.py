@@ -9,7 +9,6 @@ import torch
 
 from ..engine.device import DTYPES
 from ..engine.hf_config import resolve_model
-from ..engine.model_config import ModelConfig
 from ..kernels.gpus import device_limits
 from ..kernels.measure import GEMM_KERNELS, measure_gemms, token_grid
 from ..kernels.model_shape import ModelShape
@@ -20,21 +19,6 @@ from .devices import DEFAULT_DTYPES, resolve_device
 
 #: Largest token count that is measured on a device here.
 MAX_MEASURED_TOKENS = {"cpu": 1024, "cuda": 8192}
-
-
-def model_shape(config: ModelConfig) -> ModelShape:
-    """The integers of a model that the cost of its layers depends on."""
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        gated=config.gated_mlp,
-        name=config.name,
-    )
 
 
 def analyse_sweep_file(path: Path, *, tensor_parallel: int | None, min_jump_pct: float) -> TileAnalysis:
@@ -63,7 +47,7 @@ def analyse_device(
     ValueError for a bad combination and SiliconError when the tables do not have it.
     """
     config, _ = resolve_model(model)
-    shape = model_shape(config)
+    shape = config.shape
     shape.check_degree(tensor_parallel)
     if device in ("auto", "cpu", "cuda"):
         name = resolve_device(device)

@@ -186,14 +186,18 @@ class _Run:
         return float(clock_s[-1]), gaps_s, 0.0
 
     def _record_batch(self, batch: Batch, emitted: SequenceOf[Sequence], num_iterations: int) -> None:
-        builder = self.builder
-        builder.num_iterations.append(num_iterations)
-        builder.num_decodes.append(len(batch.decodes))
-        builder.num_prefill_tokens.append(batch.num_prefill_tokens)
-        builder.num_requests.append(batch.num_requests)
-        builder.num_preemptions.append(batch.num_preempted)
-        builder.num_emitted.append(len(emitted))
-        builder.emitted.extend([sequence.index for sequence in emitted])
+        num_decodes = len(batch.decodes)
+        self.builder.batches.extend(
+            (
+                num_iterations,
+                num_decodes,
+                sum(batch.chunk_tokens),
+                num_decodes + len(batch.chunks),
+                batch.num_preempted,
+                len(emitted),
+            )
+        )
+        self.builder.emitted.extend([sequence.index for sequence in emitted])
 
     def _reject(self, request: Request) -> str | None:
         if request.total_tokens > self.config.max_model_len:

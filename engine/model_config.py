@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..kernels.model_shape import ModelShape
+
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -84,6 +86,21 @@ class ModelConfig:
     def kv_elements_per_token(self) -> int:
         """Numbers that one token leaves in the KV cache, over all layers."""
         return 2 * self.num_layers * self.kv_size
+
+    @property
+    def shape(self) -> ModelShape:
+        """The integers that the cost of the layers depends on."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            intermediate=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            gated=self.gated_mlp,
+            name=self.name,
+        )
 
     @property
     def num_parameters(self) -> int:

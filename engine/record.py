@@ -106,27 +106,22 @@ class RunRecord:
 class RecordBuilder:
     """Collects a run's rows cheaply while it goes on (typed arrays: 8 bytes a number).
 
-    ``start_s``, ``duration_s``, ``model_s`` and ``kv_blocks_used`` have one entry an iteration. The others have one a
-    batch, which ``num_iterations`` of them ran in turn; each of those gave a token to the same ``num_emitted``
-    requests, listed once in ``emitted``.
+    ``start_s``, ``duration_s``, ``model_s`` and ``kv_blocks_used`` have one entry an iteration. ``batches`` has six a
+    batch: the iterations that ran it in turn, decodes, prefill tokens, requests, preemptions, and the requests that
+    each of those iterations gave a token to, which ``emitted`` lists once.
     """
 
     start_s: array[float] = field(default_factory=lambda: array("d"))
     duration_s: array[float] = field(default_factory=lambda: array("d"))
     model_s: array[float] = field(default_factory=lambda: array("d"))
     kv_blocks_used: array[int] = field(default_factory=lambda: array("q"))
-    num_iterations: array[int] = field(default_factory=lambda: array("q"))
-    num_decodes: array[int] = field(default_factory=lambda: array("q"))
-    num_prefill_tokens: array[int] = field(default_factory=lambda: array("q"))
-    num_requests: array[int] = field(default_factory=lambda: array("q"))
-    num_preemptions: array[int] = field(default_factory=lambda: array("q"))
-    num_emitted: array[int] = field(default_factory=lambda: array("q"))
+    batches: array[int] = field(default_factory=lambda: array("q"))
     emitted: array[int] = field(default_factory=lambda: array("q"))
 
     def iterations(self) -> Iterations:
         """The columns so far."""
-        decodes = self._each(self.num_decodes)
-        prefill = self._each(self.num_prefill_tokens)
+        num_iterations, *columns = self._batch_columns()
+        decodes, prefill, requests, preemptions, _ = (np.repeat(column, num_iterations) for column in columns)
         return Iterations(
             start_s=np.array(self.start_s),
             duration_s=np.array(self.duration_s),
@@ -134,22 +129,22 @@ class RecordBuilder:
             num_tokens=decodes + prefill,
             num_decodes=decodes,
             num_prefill_tokens=prefill,
-            num_requests=self._each(self.num_requests),
+            num_requests=requests,
             kv_blocks_used=np.array(self.kv_blocks_used, dtype=np.int64),
-            num_preemptions=self._each(self.num_preemptions),
+            num_preemptions=preemptions,
         )
 
     def tokens(self) -> tuple[IntArray, FloatArray]:
         """Request index and time of every token: a token comes at the end of its iteration."""
         ends_s = np.array(self.start_s) + np.array(self.duration_s)
-        counts = self._each(self.num_emitted)
+        num_iterations, *_, num_emitted = self._batch_columns()
+        counts = np.repeat(num_emitted, num_iterations)
         # A token's place in ``emitted``: its place in the iteration, from where the batch's requests begin.
-        batch_begins = np.cumsum(self.num_emitted) - np.array(self.num_emitted, dtype=np.int64)
-        shift = self._each(batch_begins) - (np.cumsum(counts) - counts)
+        begins = np.repeat(np.cumsum(num_emitted) - num_emitted, num_iterations)
+        shift = begins - (np.cumsum(counts) - counts)
         places = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(shift, counts)
         return np.array(self.emitted, dtype=np.int64)[places], np.repeat(ends_s, counts)
 
-    def _each(self, column: array[int] | IntArray) -> IntArray:
-        """A column of batches as one of iterations."""
-        each: IntArray = np.repeat(np.array(column, dtype=np.int64), np.array(self.num_iterations, dtype=np.int64))
-        return each
+    def _batch_columns(self) -> list[IntArray]:
+        """The six columns of ``batches``."""
+        return list(np.array(self.batches, dtype=np.int64).reshape(-1, 6).T)

@@ -138,18 +138,17 @@ class Scheduler(ABC):
 
     def commit_run(self, batch: Batch, num_iterations: int) -> list[int]:
         """Advance the decodes of ``batch`` by a whole run of iterations; blocks in use during each of them."""
-        used = [0] * num_iterations
+        size = self.kv.block_size
+        used = [0] * num_iterations  # first the blocks that each iteration adds
+        used[0] = self.kv.num_used
         for sequence in batch.decodes:
             first = sequence.kv_capacity - sequence.num_computed
             if first < num_iterations:
-                count = 0
-                for iteration in range(first, num_iterations, self.kv.block_size):
+                grows_at = range(first, num_iterations, size)
+                for iteration in grows_at:
                     used[iteration] += 1
-                    count += 1
-                used[0] -= count
-                self.kv.append_blocks(sequence.slot, count)
-                sequence.kv_capacity += count * self.kv.block_size
-        used[0] += self.kv.num_used
+                self.kv.append_blocks(sequence.slot, len(grows_at))
+                sequence.kv_capacity += len(grows_at) * size
         self._advance(batch.decodes, num_iterations)
         return list(accumulate(used))
 

@@ -28,7 +28,16 @@ class _Rows:
         return value if column <= self.columns[-1] else max(value, self.values[row][-1])
 
     def along(self, row: int, column: FloatArray) -> FloatArray:
-        """The same at many columns, with the same arithmetic to the last bit."""
+        """The same at many columns, ascending, with the same arithmetic to the last bit."""
+        first = max(bisect_right(self.columns, float(column[0])) - 1, 0) if column.size else 0
+        if (
+            first < len(self.inverse_widths)
+            and self.columns[first] <= column[0]
+            and column[-1] < self.columns[first + 1]
+        ):
+            start = self.values[row][first]  # all in one cell, as runs of a few tokens mostly are
+            rise = (self.values[row][first + 1] - start) * self.inverse_widths[first]
+            return np.asarray(start + rise * (column - self.columns[first]), dtype=np.float64)
         columns, inverse = np.asarray(self.columns), np.asarray(self.inverse_widths)
         values = np.asarray(self.values[row])
         cell = np.clip(np.searchsorted(columns, column, side="right") - 1, 0, inverse.size - 1)
