@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 
 import numpy as np
@@ -159,31 +161,29 @@ class _Run:
         arrival. Returns what ``_run_once`` does."""
         assert self.decode_runner is not None
         durations_s = self.decode_runner.decode_run_s(batch, num_iterations)
-        clock_s = np.empty(num_iterations + 1)
-        clock_s[0] = now_s
-        clock_s[1:] = durations_s
-        np.add.accumulate(clock_s, out=clock_s)  # one addition after the other, as the clock of single iterations
+        clock_s = list(accumulate(durations_s, initial=now_s))
         if self.pending:
-            num_iterations = min(num_iterations, int(clock_s.searchsorted(self.pending[-1].arrival_s)))
-            durations_s = durations_s[:num_iterations]
-            clock_s = clock_s[: num_iterations + 1]
-        if not (durations_s.min() >= 0.0 and durations_s.max() < float("inf")):
-            bad_s = durations_s[~((durations_s >= 0.0) & (durations_s < float("inf")))][0]
+            num_iterations = min(num_iterations, bisect_left(clock_s, self.pending[-1].arrival_s))
+            del durations_s[num_iterations:], clock_s[num_iterations + 1 :]
+        end_s = clock_s.pop()
+        if not (min(durations_s) >= 0.0 and end_s < float("inf")):
+            bad_s = next(duration_s for duration_s in durations_s if not 0.0 <= duration_s < float("inf"))
             raise NonFiniteTimeError(f"the executor reports {bad_s} s for an iteration: must be finite")
         builder = self.builder
-        builder.start_s.frombytes(clock_s[:-1].tobytes())
-        builder.duration_s.frombytes(durations_s.tobytes())
-        builder.model_s.frombytes(durations_s.tobytes())
+        builder.start_s.extend(clock_s)
+        builder.duration_s.extend(durations_s)
+        builder.model_s.extend(durations_s)
         builder.kv_blocks_used.extend(self.scheduler.commit_run(batch, num_iterations))
         self._record_batch(batch, batch.decodes, num_iterations)
-        self.decode_s = float(durations_s[-1])
+        self.decode_s = durations_s[-1]
         gaps_s: list[float] | FloatArray = []
         if want_gaps:
-            first_s = _close_gaps(batch.decodes, float(clock_s[1]))
-            gaps_s = np.concatenate([first_s, np.repeat(np.diff(clock_s[1:]), len(batch.decodes))])
+            ends_s = np.array([*clock_s[1:], end_s])
+            first_s = _close_gaps(batch.decodes, float(ends_s[0]))
+            gaps_s = np.concatenate([first_s, np.repeat(np.diff(ends_s), len(batch.decodes))])
             for sequence in batch.decodes:
-                sequence.last_token_s = float(clock_s[-1])
-        return float(clock_s[-1]), gaps_s, 0.0
+                sequence.last_token_s = end_s
+        return end_s, gaps_s, 0.0
 
     def _record_batch(self, batch: Batch, emitted: SequenceOf[Sequence], num_iterations: int) -> None:
         num_decodes = len(batch.decodes)

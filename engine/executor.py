@@ -68,6 +68,6 @@ class Executor(Protocol):
 class DecodeRunner(Protocol):
     """What an executor in virtual time may offer beside ``execute``, to make long runs of decodes quick."""
 
-    def decode_run_s(self, batch: Batch, num_iterations: int) -> npt.NDArray[np.float64]:
+    def decode_run_s(self, batch: Batch, num_iterations: int) -> list[float]:
         """Seconds of each of the next iterations, when all run the decodes of ``batch`` and each gives every one a
         token: bit for bit what ``execute`` would return one after the other. ``batch`` is not changed."""

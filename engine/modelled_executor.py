@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-import numpy as np
-import numpy.typing as npt
-
 from ..kernels.compiled_latency import CompiledLatency
 from ..kernels.latency import LatencyTable
 from ..kernels.silicon import Silicon, system_spec
@@ -116,8 +113,8 @@ class ModelledExecutor:
             raise OutOfMemoryError(
                 f"{self.model.name} on {self.table.tensor_parallel} x {self.table.device}: "
                 f"{MEMORY_FRACTION} of {self.memory_bytes / 1e9:.0f} GB less {self.weight_bytes / 1e9:.1f} GB of "
-                f"{self.table.dtype} weights holds {blocks} KV blocks, one request of {config.max_model_len} tokens needs "
-                f"{config.max_blocks_per_seq}"
+                f"{self.table.dtype} weights holds {blocks} KV blocks, one request of {config.max_model_len} tokens "
+                f"needs {config.max_blocks_per_seq}"
             )
         return min(blocks, useful)
 
@@ -149,9 +146,10 @@ class ModelledExecutor:
         kv_tokens = sum([sequence.num_tokens for sequence in decodes])
         return StepResult(self._latency.iteration_ms(chunks, num_decodes, kv_tokens, num_logits) * 1e-3)
 
-    def decode_run_s(self, batch: Batch, num_iterations: int) -> npt.NDArray[np.float64]:
+    def decode_run_s(self, batch: Batch, num_iterations: int) -> list[float]:
         """Seconds of each of the next iterations of the decodes of ``batch``."""
         if self._latency is None:
             raise RuntimeError("decode_run_s was called before start")
         kv_tokens = sum([sequence.num_tokens for sequence in batch.decodes])
-        return self._latency.decode_run_ms(len(batch.decodes), kv_tokens, num_iterations) * 1e-3
+        run_ms = self._latency.decode_run_ms(len(batch.decodes), kv_tokens, num_iterations)
+        return [duration_ms * 1e-3 for duration_ms in run_ms]

@@ -110,7 +110,11 @@ def sound_stop(slo: SLO, workload: Workload, config: EngineConfig) -> Monitor:
 
     def stop_when_lost(progress: Progress) -> str | None:
         nonlocal num_over
-        num_over += int(np.count_nonzero(np.asarray(progress.gaps_s) > limit_s))
+        gaps_s = progress.gaps_s
+        if isinstance(gaps_s, np.ndarray):
+            num_over += int(np.count_nonzero(gaps_s > limit_s))
+        else:
+            num_over += sum([gap_s > limit_s for gap_s in gaps_s])
         if num_gaps and num_over >= enough:
             return (
                 f"{num_over} of {num_gaps} gaps are over {limit_s * 1e3:.6g} ms: "

@@ -1,4 +1,4 @@
-"""A latency table unrolled into arrays, so that a lookup is an index and a run of decodes is one vector."""
+"""A latency table unrolled into plain lists, so that a lookup is an index and a run of decodes one short loop."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ class _Rows:
         value = low + slope * max(column - self.columns[cell], 0.0)
         return value if column <= self.columns[-1] else max(value, self.values[row][-1])
 
-    def along(self, row: int, column: FloatArray) -> FloatArray:
-        """The same at many columns, ascending, with the same arithmetic to the last bit."""
-        first = max(bisect_right(self.columns, float(column[0])) - 1, 0) if column.size else 0
-        if (
-            first < len(self.inverse_widths)
-            and self.columns[first] <= column[0]
-            and column[-1] < self.columns[first + 1]
-        ):
-            start = self.values[row][first]  # all in one cell, as runs of a few tokens mostly are
-            rise = (self.values[row][first + 1] - start) * self.inverse_widths[first]
-            return np.asarray(start + rise * (column - self.columns[first]), dtype=np.float64)
-        columns, inverse = np.asarray(self.columns), np.asarray(self.inverse_widths)
-        values = np.asarray(self.values[row])
-        cell = np.clip(np.searchsorted(columns, column, side="right") - 1, 0, inverse.size - 1)
-        low = values[cell]
-        slope = (values[cell + 1] - low) * inverse[cell]
-        value = low + slope * np.maximum(column - columns[cell], 0.0)
-        return np.asarray(np.where(column <= columns[-1], value, np.maximum(value, values[-1])), dtype=np.float64)
+    def along(self, row: int, columns: Iterable[float]) -> list[float]:
+        """The same at many columns that rise, with the same arithmetic to the last bit.
+
+        Plain floats: a run between two arrivals has some ten columns, where an array costs more than it saves.
+        """
+        edges, values = self.columns, self.values[row]
+        end, last_cell, least = edges[-1], len(self.inverse_widths) - 1, values[-1]
+        left = low = slope = 0.0
+        until = float("-inf")  # where the next cell begins
+        found = []
+        for column in columns:
+            if column >= until:
+                cell = min(max(bisect_right(edges, column) - 1, 0), last_cell)
+                left, low = edges[cell], values[cell]
+                slope = (values[cell + 1] - low) * self.inverse_widths[cell]
+                until = edges[cell + 1] if cell < last_cell else float("inf")
+            value = low + slope * (column - left) if column > left else low
+            found.append(least if value < least and column > end else value)
+        return found
 
 
 class CompiledLatency:
@@ -90,8 +91,8 @@ class CompiledLatency:
             total += self._decode.at(num_decodes, decode_kv_tokens / num_decodes)
         return total
 
-    def decode_run_ms(self, num_decodes: int, decode_kv_tokens: int, num_iterations: int) -> FloatArray:
-        """[num_iterations] latencies of as many decode-only iterations on end, of the same requests.
+    def decode_run_ms(self, num_decodes: int, decode_kv_tokens: int, num_iterations: int) -> list[float]:
+        """Latencies of as many decode-only iterations on end, of the same requests.
 
         ``decode_kv_tokens`` is that of the first iteration; each adds one token for each request.
         """
@@ -99,11 +100,12 @@ class CompiledLatency:
             raise ValueError(
                 f"num_decodes is {num_decodes} and num_iterations {num_iterations}: at least 1 and 0 are needed"
             )
-        kv_tokens = decode_kv_tokens + num_decodes * np.arange(num_iterations, dtype=np.int64)
+        kv_tokens = range(decode_kv_tokens, decode_kv_tokens + num_decodes * num_iterations, num_decodes)
         if num_decodes > min(self.max_tokens, self.max_requests):
-            return np.array([self.iteration_ms((), num_decodes, int(kv), num_decodes) for kv in kv_tokens])
+            return [self.iteration_ms((), num_decodes, kv, num_decodes) for kv in kv_tokens]
         fixed = self._fixed_ms(num_decodes, num_decodes, num_decodes)
-        return fixed + self._decode.along(num_decodes, kv_tokens / num_decodes)
+        attention = self._decode.along(num_decodes, [kv / num_decodes for kv in kv_tokens])
+        return [fixed + attention_ms for attention_ms in attention]
 
     def _fixed_ms(self, num_tokens: int, num_requests: int, num_logits: int) -> float:
         """All of an iteration but attention."""

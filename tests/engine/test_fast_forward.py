@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,11 +60,11 @@ class SingleSteps:
 class Runs(SingleSteps):
     """The same device with ``decode_run_s``."""
 
-    def decode_run_s(self, batch: Batch, num_iterations: int) -> npt.NDArray[np.float64]:
+    def decode_run_s(self, batch: Batch, num_iterations: int) -> list[float]:
         self.num_calls += 1
         rows = len(batch.decodes)
-        kv_tokens = sum(sequence.num_tokens for sequence in batch.decodes) + rows * np.arange(num_iterations)
-        return (0.1 + 0.007 * rows) + kv_tokens / 7e4
+        kv_tokens = sum(sequence.num_tokens for sequence in batch.decodes)
+        return [self._seconds(rows, kv_tokens + rows * iteration) for iteration in range(num_iterations)]
 
 
 def assert_same(one: RunRecord, other: RunRecord) -> None:
@@ -156,8 +155,8 @@ def test_an_arrival_exactly_at_the_start_of_an_iteration_joins_it() -> None:
         def execute(self, batch: Batch) -> StepResult:
             return StepResult(0.5)
 
-        def decode_run_s(self, batch: Batch, num_iterations: int) -> npt.NDArray[np.float64]:
-            return np.full(num_iterations, 0.5)
+        def decode_run_s(self, batch: Batch, num_iterations: int) -> list[float]:
+            return [0.5] * num_iterations
 
     load = Workload(
         name="even",
@@ -182,8 +181,8 @@ def test_a_monitor_that_stops_keeps_the_run_that_it_stopped_in() -> None:
 @pytest.mark.parametrize("bad_s", [float("nan"), -1.0, float("inf")])
 def test_a_bad_time_in_the_middle_of_a_run_ends_it(bad_s: float) -> None:
     class Bad(Runs):
-        def decode_run_s(self, batch: Batch, num_iterations: int) -> npt.NDArray[np.float64]:
-            durations_s = np.ones(num_iterations)
+        def decode_run_s(self, batch: Batch, num_iterations: int) -> list[float]:
+            durations_s = [1.0] * num_iterations
             durations_s[num_iterations // 2] = bad_s
             return durations_s
 
