@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import cast
 
 from ..engine import Engine, EngineConfig, Monitor, RunRecord, Workload
-from ..engine.metrics import SLO, compute_metrics, tbt_quantiles_ms
+from ..engine.metrics import SLO, compute_metrics
 from ..engine.slo import sound_stop
 from .space import Candidate
 
@@ -130,7 +130,7 @@ class TrialRunner:
                 _excess(values["tbt_p99_ms"], self.slo.tbt_s * 1e3),
                 0.0 if delay_limit_s is None else _excess(values["scheduling_delay_p50_ms"], delay_limit_s * 1e3),
             ),
-            tbt_quantiles_ms=tuple(tbt_quantiles_ms(record)),
+            tbt_quantiles_ms=tuple(metrics.tbt_quantiles_ms()),
             metrics=values,
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
+import numpy.typing as npt
 
 from ..kernels.tiles import tile_waste
 from .pipeline import PIPELINE_STAGES, replay
@@ -151,6 +152,10 @@ class Metrics:
         """The ``quantile`` (0..1) of TBT in seconds; None when there is no gap."""
         return float(np.quantile(self.tbt_gaps_s, quantile)) if len(self.tbt_gaps_s) else None
 
+    def tbt_quantiles_ms(self) -> list[float]:
+        """TBT in ms at the levels 0, 0.01 ... 1.00; empty when there is no gap."""
+        return _quantiles_ms(self.tbt_gaps_s)
+
     def feasible(self, slo: SLO) -> bool | None:
         """Whether the run met ``slo``; None when it has no data to tell.
 
@@ -188,13 +193,14 @@ def compute_metrics(record: RunRecord, slo: SLO | None = None) -> Metrics:
     good = None if slo is None else _num_good(record, slo, finished, delay_s, gap_request, gaps_s)
     wall_s = float(iterations.model_s.sum()) + record.overhead_s
     measured = num_iterations > 0 and not np.array_equal(iterations.duration_s, iterations.model_s)
+    sorted_gaps_s = np.sort(gaps_s)
     return Metrics(
-        tbt=Distribution.of(gaps_s),
+        tbt=Distribution.of(sorted_gaps_s),
         tpot=Distribution.of(tpot_s),
         ttft=Distribution.of(ttft_s[~np.isnan(ttft_s)]),
         e2e=Distribution.of(e2e_s[finished]),
         scheduling_delay=Distribution.of(delay_s[~np.isnan(delay_s)]),
-        tbt_gaps_s=np.sort(gaps_s),
+        tbt_gaps_s=sorted_gaps_s,
         output_tokens_per_s=_ratio(num_output, busy_s),
         total_tokens_per_s=_ratio(num_output + num_prompt, busy_s),
         requests_per_s=_ratio(num_finished, busy_s),
@@ -228,7 +234,10 @@ def tbt_gaps(record: RunRecord) -> FloatArray:
 
 def tbt_quantiles_ms(record: RunRecord) -> list[float]:
     """TBT in ms at the levels 0, 0.01 ... 1.00; empty when no request has two tokens."""
-    gaps_s = tbt_gaps(record)
+    return _quantiles_ms(tbt_gaps(record))
+
+
+def _quantiles_ms(gaps_s: FloatArray) -> list[float]:
     if not len(gaps_s):
         return []
     quantiles: list[float] = (np.quantile(gaps_s, TBT_QUANTILE_LEVELS) * 1e3).tolist()
@@ -237,10 +246,15 @@ def tbt_quantiles_ms(record: RunRecord) -> list[float]:
 
 def _gaps_by_request(record: RunRecord) -> tuple[IntArray, FloatArray]:
     """The request of every gap, and the gap."""
-    order = np.argsort(record.token_request, kind="stable")
+    order = np.argsort(_narrow(record.token_request, len(record.requests)), kind="stable")
     request, token_s = record.token_request[order], record.token_s[order]
     same = request[1:] == request[:-1]
     return request[1:][same], np.diff(token_s)[same]
+
+
+def _narrow(groups: IntArray, num_groups: int) -> npt.NDArray[np.integer]:
+    """The same numbers in 16 bits where they fit: numpy sorts those by radix, several times quicker."""
+    return groups.astype(np.uint16) if num_groups <= 1 << 16 else groups
 
 
 def _token_ends(record: RunRecord) -> tuple[FloatArray, FloatArray]:
@@ -263,7 +277,11 @@ def _num_good(
     good = finished.copy()
     if not record.saturated and slo.max_scheduling_delay_s is not None:
         good &= delay_s <= slo.max_scheduling_delay_s
-    owners, quantiles_s = _quantile_by_group(gap_request, gaps_s, slo.quantile)
+    # Without a gap over the limit no quantile is: only the others need sorting.
+    over = np.zeros(len(good), dtype=bool)
+    over[gap_request[gaps_s > slo.tbt_s]] = True
+    suspects = over[gap_request]
+    owners, quantiles_s = _quantile_by_group(gap_request[suspects], gaps_s[suspects], slo.quantile)
     good[owners[quantiles_s > slo.tbt_s]] = False
     return int(good.sum())
 

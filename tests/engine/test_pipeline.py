@@ -92,3 +92,23 @@ def test_same_as_an_event_simulation(durations_s: list[float], num_stages: int) 
 def test_bad_input(durations_s: list[float], num_stages: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replay(durations_s, num_stages)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["random", "sawtooth", "spikes", "equal"])
+def test_a_long_run_replayed_in_lanes_has_the_same_span(
+    monkeypatch: pytest.MonkeyPatch, num_stages: int, kind: str
+) -> None:
+    rng = np.random.default_rng(1)
+    durations_s = {
+        "random": rng.exponential(1.0, 3001) + 1e-3,
+        "sawtooth": np.tile(np.linspace(1.0, 1.3, 97), 31),
+        "spikes": np.where(rng.random(3001) < 0.05, 50.0, 1.0),
+        "equal": np.full(3001, 0.02),
+    }[kind]
+    single = replay(durations_s, num_stages)
+    monkeypatch.setattr("tilebudget.engine.pipeline.LANES_FROM_ITERATIONS", 1000)
+    monkeypatch.setattr("tilebudget.engine.pipeline.NUM_LANES", 16)
+    lanes = replay(durations_s, num_stages)
+    assert lanes.span_s == pytest.approx(single.span_s, rel=1e-12)
+    assert lanes.bubble_fraction == pytest.approx(single.bubble_fraction, rel=1e-6, abs=1e-12)
