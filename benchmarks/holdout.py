@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,13 +58,15 @@ class Prediction:
 def predict_file(sweeps: Sequence[Sweep], num_points: int, use_hints: bool = True) -> list[Prediction]:
     """Predictions of every sweep of a file. The samplers go in rounds, and hint to each other in between."""
     samplers = [AdaptiveSampler(sweep.tokens, num_points) for sweep in sweeps]
+    edges: dict[int, FloatArray] = {}
     for share in ROUNDS:
-        for sweep, sampler in zip(sweeps, samplers, strict=True):
+        for number, (sweep, sampler) in enumerate(zip(sweeps, samplers, strict=True)):
             if use_hints:
-                sampler.set_hints(_hints_for(sweep, sweeps, samplers))
+                sampler.set_hints(_hints_for(number, sweeps, edges))
             while sampler.num_known < share * num_points and (asked := sampler.ask()):
                 for tokens in asked:
                     sampler.tell(tokens, sweep.at(tokens))
+            edges[number] = sampler.edges_found()
     return [
         Prediction(
             sweep=sweep,
@@ -75,18 +77,17 @@ def predict_file(sweeps: Sequence[Sweep], num_points: int, use_hints: bool = Tru
     ]
 
 
-def _hints_for(sweep: Sweep, sweeps: Sequence[Sweep], samplers: Sequence[AdaptiveSampler]) -> FloatArray:
+def _hints_for(number: int, sweeps: Sequence[Sweep], edges: Mapping[int, FloatArray]) -> FloatArray:
     """Where the other sweeps over the same counts have turned out to have edges, so far."""
+    sweep = sweeps[number]
+    others = [k for k in edges if k != number and np.array_equal(sweeps[k].tokens, sweep.tokens)]
+    same = [k for k in others if sweeps[k].op == sweep.op]
     hints = np.zeros(sweep.tokens.size)
-    others = [
-        (other.op, sampler.edges_found())
-        for other, sampler in zip(sweeps, samplers, strict=True)
-        if other is not sweep and sampler.num_known and np.array_equal(other.tokens, sweep.tokens)
-    ]
     if others:
-        hints += FILE_HINT_SHARE * np.mean([edges for _, edges in others], axis=0)
-    same = [edges for op, edges in others if op == sweep.op]
-    return hints + (np.mean(same, axis=0) if same else 0.0)
+        hints += FILE_HINT_SHARE * np.mean([edges[k] for k in others], axis=0)
+    if same:
+        hints += np.mean([edges[k] for k in same], axis=0)
+    return hints
 
 
 def summary(predictions: Sequence[Prediction]) -> dict[str, float]:

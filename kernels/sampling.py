@@ -116,7 +116,7 @@ class AdaptiveSampler:
             return [int(self.candidates[i]) for i in self._coarse()]
         if len(self._known) >= self.num_points or not self._intervals:
             return []
-        ends = max(self._intervals, key=lambda key: (self._price(self._intervals[key]), -key[0]))
+        ends = self._dearest()
         index = self._split(*ends)
         self._pending = {index: ends}
         return [int(self.candidates[index])]
@@ -225,15 +225,19 @@ class AdaptiveSampler:
         else:
             self._hidden.append(min(0.1, max(0.0, off - self.tuning.ignored_hidden)))
 
-    def _price(self, interval: _Interval) -> float:
-        tuning = self.tuning
-        weight = tuning.guess_weight
+    def _dearest(self) -> tuple[int, int]:
+        """The interval with the highest price; of equals the leftmost."""
+        tuning, weight = self.tuning, self.tuning.guess_weight
         off_line = (sum(self._off_line) + tuning.guess_off_line * weight) / (len(self._off_line) + weight)
         hidden = (sum(self._hidden) + tuning.guess_hidden * weight) / (len(self._hidden) + weight)
-        jump = interval.jump
-        inside = min(tuning.capped_jump, max(0.0, jump - tuning.ignored_jump)) * off_line
-        price = interval.num_inside**tuning.size_power * (inside + hidden * interval.hidden_factor)
-        return float(price + (tuning.jump_bonus * jump * off_line if jump > tuning.jump else 0.0))
+
+        def price(ends: tuple[int, int]) -> tuple[float, int]:
+            num_inside, jump, hidden_factor = self._intervals[ends]
+            inside = min(tuning.capped_jump, max(0.0, jump - tuning.ignored_jump)) * off_line
+            bonus = tuning.jump_bonus * jump * off_line if jump > tuning.jump else 0.0
+            return num_inside**tuning.size_power * (inside + hidden * hidden_factor) + bonus, -ends[0]
+
+        return max(self._intervals, key=price)
 
     def _split(self, left: int, right: int) -> int:
         """The candidate to measure inside an interval."""
