@@ -15,15 +15,15 @@ from .config import EngineConfig
 from .executor import DecodeRunner, Executor, NonFiniteTimeError
 from .kv_cache import BlockManager
 from .policies import make_scheduler
-from .record import FloatArray, RecordBuilder, Requests, RunRecord
+from .record import FloatArray, GapReader, RecordBuilder, Requests, RunRecord
 from .request import Batch, Request, Sequence, Workload
 from .scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is, given to the ``monitor`` of ``Engine.run`` after each iteration, or after a whole run of
-    decode-only iterations that were advanced in one step (on modelled devices; such a run is never taken back).
+    """How far a run is, given to the ``monitor`` of ``Engine.run`` after each iteration; on a modelled device that
+    advances runs of decodes in one step, after every ``MONITOR_EVERY_BATCHES`` batches and at the end.
 
     ``gaps_s`` are the times between tokens (seconds) that ended since the last call.
     """
@@ -33,6 +33,9 @@ class Progress:
     num_requests: int
     gaps_s: list[float] | FloatArray
 
+
+#: Batches (a run of the same decodes is one) between two calls of a monitor on a modelled device.
+MONITOR_EVERY_BATCHES = 256
 
 #: Called with each ``Progress``; a string stops the run and becomes ``RunRecord.stopped``.
 Monitor = Callable[[Progress], str | None]
@@ -90,7 +93,9 @@ class _Run:
         now_s = 0.0
         stopped = None
         scheduler, pending = self.scheduler, self.pending
-        want_gaps = monitor is not None
+        reader = GapReader(self.builder, len(self.sequences)) if self.decode_runner is not None else None
+        want_gaps = monitor is not None and reader is None
+        num_batches = 0
         while pending or scheduler.has_work:
             began = perf_counter()
             if not scheduler.has_work:
@@ -101,26 +106,35 @@ class _Run:
             if not batch.num_requests:
                 raise AssertionError(f"policy {self.config.policy} scheduled an empty iteration with work waiting")
             num_iterations = self._run_length(batch, now_s)
+            gaps_s: list[float] | FloatArray = []
+            model_s = 0.0
             if num_iterations > 1:
-                now_s, gaps_s, model_s = self._run_decodes(batch, now_s, num_iterations, want_gaps)
+                now_s = self._run_decodes(batch, now_s, num_iterations)
             else:
                 now_s, gaps_s, model_s = self._run_once(batch, now_s, began, want_gaps)
             self.overhead_s += perf_counter() - began - (0.0 if self.executor.virtual_time else model_s)
-            if monitor is not None:
-                progress = Progress(
+            if monitor is None:
+                continue
+            num_batches += 1
+            if reader is not None:
+                if num_batches % MONITOR_EVERY_BATCHES and (pending or scheduler.has_work):
+                    continue
+                gaps_s = reader.read()
+            stopped = monitor(
+                Progress(
                     now_s=now_s,
                     num_finished=scheduler.num_finished,
                     num_requests=len(self.sequences),
                     gaps_s=gaps_s,
                 )
-                stopped = monitor(progress)
-                if stopped is not None:
-                    break
+            )
+            if stopped is not None:
+                break
         return self._finish(stopped)
 
     def _run_once(
         self, batch: Batch, start_s: float, began: float, want_gaps: bool
-    ) -> tuple[float, list[float] | FloatArray, float]:
+    ) -> tuple[float, list[float], float]:
         """One iteration. When it ends, the gaps it ended, and its seconds in the model."""
         blocks_used = self.kv.num_used
         result = self.executor.execute(batch)
@@ -154,11 +168,9 @@ class _Run:
                 return min(length, int(1.05 * until_arrival) + 2)
         return length
 
-    def _run_decodes(
-        self, batch: Batch, now_s: float, num_iterations: int, want_gaps: bool
-    ) -> tuple[float, list[float] | FloatArray, float]:
+    def _run_decodes(self, batch: Batch, now_s: float, num_iterations: int) -> float:
         """Iterations of one unchanged batch of decodes, up to ``num_iterations``: those that start before the next
-        arrival. Returns what ``_run_once`` does."""
+        arrival. Returns when the last one ends."""
         assert self.decode_runner is not None
         durations_s = self.decode_runner.decode_run_s(batch, num_iterations)
         clock_s = list(accumulate(durations_s, initial=now_s))
@@ -176,14 +188,7 @@ class _Run:
         builder.kv_blocks_used.extend(self.scheduler.commit_run(batch, num_iterations))
         self._record_batch(batch, batch.decodes, num_iterations)
         self.decode_s = durations_s[-1]
-        gaps_s: list[float] | FloatArray = []
-        if want_gaps:
-            ends_s = np.array([*clock_s[1:], end_s])
-            first_s = _close_gaps(batch.decodes, float(ends_s[0]))
-            gaps_s = np.concatenate([first_s, np.repeat(np.diff(ends_s), len(batch.decodes))])
-            for sequence in batch.decodes:
-                sequence.last_token_s = end_s
-        return end_s, gaps_s, 0.0
+        return end_s
 
     def _record_batch(self, batch: Batch, emitted: SequenceOf[Sequence], num_iterations: int) -> None:
         num_decodes = len(batch.decodes)

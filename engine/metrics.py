@@ -14,11 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
 from ..kernels.tiles import tile_waste
 from .pipeline import PIPELINE_STAGES, replay
-from .record import FloatArray, IntArray, RunRecord
+from .record import FloatArray, IntArray, RunRecord, narrow
 
 #: Rows of the GEMM tile whose padding ``Metrics.tile_waste`` counts.
 TILE_WASTE_BLOCK_M = 128
@@ -246,15 +245,10 @@ def _quantiles_ms(gaps_s: FloatArray) -> list[float]:
 
 def _gaps_by_request(record: RunRecord) -> tuple[IntArray, FloatArray]:
     """The request of every gap, and the gap."""
-    order = np.argsort(_narrow(record.token_request, len(record.requests)), kind="stable")
+    order = np.argsort(narrow(record.token_request, len(record.requests)), kind="stable")
     request, token_s = record.token_request[order], record.token_s[order]
     same = request[1:] == request[:-1]
     return request[1:][same], np.diff(token_s)[same]
-
-
-def _narrow(groups: IntArray, num_groups: int) -> npt.NDArray[np.integer]:
-    """The same numbers in 16 bits where they fit: numpy sorts those by radix, several times quicker."""
-    return groups.astype(np.uint16) if num_groups <= 1 << 16 else groups
 
 
 def _token_ends(record: RunRecord) -> tuple[FloatArray, FloatArray]:

@@ -15,6 +15,8 @@ from .config import EngineConfig
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_BATCH_COLUMNS = 6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Iterations:
@@ -134,17 +136,55 @@ class RecordBuilder:
             num_preemptions=preemptions,
         )
 
-    def tokens(self) -> tuple[IntArray, FloatArray]:
-        """Request index and time of every token: a token comes at the end of its iteration."""
-        ends_s = np.array(self.start_s) + np.array(self.duration_s)
-        num_iterations, *_, num_emitted = self._batch_columns()
+    def position(self) -> tuple[int, int, int]:
+        """How far the record is: iterations, batches, and requests in ``emitted``."""
+        return len(self.start_s), len(self.batches) // _BATCH_COLUMNS, len(self.emitted)
+
+    def tokens(self, since: tuple[int, int, int] = (0, 0, 0)) -> tuple[IntArray, FloatArray]:
+        """Request index and time of every token after the position ``since``, in order of time.
+
+        A token comes at the end of its iteration.
+        """
+        iteration, batch, emitted = since
+        ends_s = np.array(self.start_s[iteration:]) + np.array(self.duration_s[iteration:])
+        num_iterations, *_, num_emitted = self._batch_columns(batch)
         counts = np.repeat(num_emitted, num_iterations)
         # A token's place in ``emitted``: its place in the iteration, from where the batch's requests begin.
         begins = np.repeat(np.cumsum(num_emitted) - num_emitted, num_iterations)
         shift = begins - (np.cumsum(counts) - counts)
         places = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(shift, counts)
-        return np.array(self.emitted, dtype=np.int64)[places], np.repeat(ends_s, counts)
+        return np.array(self.emitted[emitted:], dtype=np.int64)[places], np.repeat(ends_s, counts)
 
-    def _batch_columns(self) -> list[IntArray]:
-        """The six columns of ``batches``."""
-        return list(np.array(self.batches, dtype=np.int64).reshape(-1, 6).T)
+    def _batch_columns(self, since: int = 0) -> list[IntArray]:
+        """The columns of ``batches`` from batch ``since`` on."""
+        rows = np.array(self.batches[since * _BATCH_COLUMNS :], dtype=np.int64)
+        return list(rows.reshape(-1, _BATCH_COLUMNS).T)
+
+
+class GapReader:
+    """The gaps between tokens that ended since it was last asked, from a record that is still being built."""
+
+    def __init__(self, builder: RecordBuilder, num_requests: int) -> None:
+        self._builder = builder
+        self._position = builder.position()
+        self._last_token_s = np.full(num_requests, np.nan)
+
+    def read(self) -> FloatArray:
+        """Seconds, ordered by request and then by time; the first token of a request ends no gap."""
+        request, token_s = self._builder.tokens(self._position)
+        self._position = self._builder.position()
+        order = np.argsort(narrow(request, len(self._last_token_s)), kind="stable")
+        request, token_s = request[order], token_s[order]
+        before_s = np.empty_like(token_s)
+        before_s[1:] = token_s[:-1]
+        first = np.ones(len(request), dtype=bool)
+        first[1:] = request[1:] != request[:-1]
+        before_s[first] = self._last_token_s[request[first]]
+        self._last_token_s[request] = token_s  # of a request's several tokens the last one stays
+        gaps_s: FloatArray = (token_s - before_s)[~np.isnan(before_s)]
+        return gaps_s
+
+
+def narrow(groups: IntArray, num_groups: int) -> npt.NDArray[np.integer]:
+    """The same numbers in 16 bits where they fit: numpy sorts those by radix, several times quicker."""
+    return groups.astype(np.uint16) if num_groups <= 1 << 16 else groups
