@@ -26,11 +26,11 @@ from .device import (
 from .executor import NonFiniteLogitsError, OutOfMemoryError, StepResult
 from .hf_config import resolve_model
 from .kv_cache import BlockManager
-from .kv_pages import KVPages
 from .model import Model
 from .model_config import ModelConfig
 from .model_input import ModelInput, build_input
 from .request import Batch, Request, Sequence
+from .torch_ops import PagedKV
 from .weights import load_weights, random_weights
 
 
@@ -54,7 +54,7 @@ class TorchExecutor:
         self.max_position = model.config.max_position
         self.vocab_size = model.config.vocab_size
         self._device = model.device
-        self._cache: KVPages | None = None
+        self._cache: PagedKV | None = None
         self._kv: BlockManager | None = None
         self._warm: EngineConfig | None = None
 
@@ -140,17 +140,17 @@ class TorchExecutor:
     @torch.inference_mode()
     def _step(self, step: ModelInput) -> StepResult:
         assert self._cache is not None
-        attention = self.model.attention(step.spans)
+        attend = self._cache.plan(step)
         if self._device.type == "cuda":
             began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             began.record()
-            token_ids = self._sample(self.model.forward(step, attention, self._cache))
+            token_ids = self._sample(self.model.forward(step.token_ids, step.emit_rows, attend))
             ended.record()
             ended.synchronize()
             return StepResult(began.elapsed_time(ended) / 1000.0, token_ids)
         began_s = perf_counter()
-        token_ids = self._sample(self.model.forward(step, attention, self._cache))
+        token_ids = self._sample(self.model.forward(step.token_ids, step.emit_rows, attend))
         return StepResult(perf_counter() - began_s, token_ids)
 
     def _sample(self, logits: Tensor) -> npt.NDArray[np.int64]:

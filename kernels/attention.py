@@ -135,7 +135,12 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     return acc, row_max, row_sum
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# What changes from one iteration to the next must not make another compiled variant: that would cost a second or more
+# in the middle of a run.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_splits", "num_q_tiles", "stride_table"],
+    do_not_specialize_on_alignment=["table_ptr", "starts_ptr", "contexts_ptr"],
+)
 def _attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -147,6 +152,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     starts_ptr,
     contexts_ptr,
     scale_log2,
+    num_splits,
     num_q_tiles,
     num_q_heads,
     stride_qt,
@@ -157,7 +163,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     stride_slot,
     stride_head,
     stride_table,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -171,10 +177,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     # One program: one KV head, and BLOCK_M rows that pair queries with the heads that share it.
     pid = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = pid % NUM_SPLITS
+    split = pid % num_splits
     # The last tile of a chunk sees the most keys: start it first, so that it does not finish alone.
-    tile = num_q_tiles - 1 - pid // NUM_SPLITS % num_q_tiles
-    seq = (pid // NUM_SPLITS // num_q_tiles).to(tl.int64)
+    tile = num_q_tiles - 1 - pid // num_splits % num_q_tiles
+    seq = (pid // num_splits // num_q_tiles).to(tl.int64)
     block_q: tl.constexpr = BLOCK_M // GROUP_PADDED
     row_start = tl.load(starts_ptr + seq)
     num_queries = tl.load(starts_ptr + seq + 1) - row_start
@@ -197,7 +203,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         q = q.to(tl.float32)
 
     # Keys lo:hi are this split's; those below `seen_by_all` need no mask.
-    keys_per_split = tl.cdiv(tl.cdiv(end, BLOCK_N), NUM_SPLITS) * BLOCK_N
+    keys_per_split = tl.cdiv(tl.cdiv(end, BLOCK_N), num_splits) * BLOCK_N
     lo = split * keys_per_split
     hi = tl.minimum(lo + keys_per_split, end)
     seen_by_all = tl.maximum(lo, tl.minimum(hi, (first_position + 1) // BLOCK_N * BLOCK_N))
@@ -222,12 +228,12 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
 
     # A row without any key (the padding of a captured graph) gives zeros.
     result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    if NUM_SPLITS == 1:
+    if not SPLIT_KEYS:
         o_offsets = tokens * stride_ot + heads * stride_oh
         o_ptrs = out_ptr + o_offsets[:, None] + dims[None, :]
         tl.store(o_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        entry = (tokens * num_q_heads + heads) * NUM_SPLITS + split
+        entry = (tokens * num_q_heads + heads) * num_splits + split
         tl.store(partial_ptr + entry[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
         lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum)))
         tl.store(lse_ptr + entry, lse, mask=row_mask)
@@ -406,6 +412,7 @@ def _launch(
         part.query_start_loc,
         part.context_lens,
         scale_log2,
+        splits,
         tiles,
         num_q_heads,
         *q.stride()[:2],
@@ -413,7 +420,7 @@ def _launch(
         *k_cache.stride()[:3],
         part.block_table.stride(0),
         **kernel_constants(cfg, q.dtype, group=group, head_dim=head_dim, page_size=k_cache.shape[1]),
-        NUM_SPLITS=splits,
+        SPLIT_KEYS=splits > 1,
         WIDEN=must_widen(q),
         num_warps=cfg.num_warps,
         num_stages=stages_on(cfg, limits),
@@ -441,7 +448,7 @@ def _padded_head_dim(head_dim: int) -> int:
 def kernel_constants(
     cfg: AttentionConfig, dtype: torch.dtype, *, group: int, head_dim: int, page_size: int
 ) -> dict[str, int | bool | str]:
-    """The attention kernel's compile-time constants, NUM_SPLITS and WIDEN apart."""
+    """The attention kernel's compile-time constants, SPLIT_KEYS and WIDEN apart."""
     return {
         "GROUP": group,
         "GROUP_PADDED": next_power_of_two(group),

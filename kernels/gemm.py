@@ -52,7 +52,8 @@ def gemm_ref(
     return y.to(out_dtype or default_out_dtype(x.dtype))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# M changes from one iteration to the next and must not make another compiled variant.
+@triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
 def _gemm_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,

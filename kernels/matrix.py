@@ -98,11 +98,11 @@ def _attention_variant(
             **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32" if splits > 1 else None),
             **dict.fromkeys(("table_ptr", "starts_ptr", "contexts_ptr"), "*i32"),
             "scale_log2": "fp32",
-            **dict.fromkeys(("num_q_tiles", "num_q_heads", *strides, "stride_table"), "i32"),
+            **dict.fromkeys(("num_splits", "num_q_tiles", "num_q_heads", *strides, "stride_table"), "i32"),
         },
         constants={
             **attention.kernel_constants(cfg, dtype, group=group, head_dim=128, page_size=16),
-            "NUM_SPLITS": splits,
+            "SPLIT_KEYS": splits > 1,
             "WIDEN": False,
         },
         divisible=(*tensors, *(("partial_ptr", "lse_ptr") if splits > 1 else ()), *strides),

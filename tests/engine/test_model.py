@@ -32,7 +32,7 @@ def prompt_logits(model: Model, token_ids: list[int], *, every_row: bool = True)
     if every_row:
         step = replace(step, emit_rows=torch.arange(len(token_ids)))
     with torch.inference_mode():
-        return model.forward(step, model.attention(step.spans), model.new_pages(64, 4)).float()
+        return model.forward(step.token_ids, step.emit_rows, model.new_pages(64, 4).plan(step)).float()
 
 
 @pytest.mark.parametrize("dtype", list(LOGIT_TOLERANCE))

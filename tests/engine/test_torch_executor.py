@@ -21,10 +21,10 @@ from tilebudget.engine import (
 )
 from tilebudget.engine import device as device_module
 from tilebudget.engine import torch_executor as executor_module
-from tilebudget.engine.kv_pages import KVPages
 from tilebudget.engine.model_config import PRESETS
 from tilebudget.engine.model_input import ModelInput
 from tilebudget.engine.torch_executor import TorchExecutor
+from tilebudget.engine.torch_ops import PagedKV
 
 CONFIG = EngineConfig(token_budget=64, max_num_seqs=8, max_model_len=128, block_size=8)
 
@@ -79,7 +79,7 @@ def test_cache_and_warm_up_are_paid_once_for_a_config(executor: TorchExecutor, m
     allocated, steps = [], []
     new_pages, step = executor.model.new_pages, TorchExecutor._step
 
-    def count_new_pages(num_blocks: int, block_size: int) -> KVPages:
+    def count_new_pages(num_blocks: int, block_size: int) -> PagedKV:
         allocated.append((num_blocks, block_size))
         return new_pages(num_blocks, block_size)
 
