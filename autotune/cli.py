@@ -20,9 +20,9 @@ from ..engine.metrics import compute_metrics
 from ..engine.traces import load_prompts
 from ..kernels.errors import TileBudgetError
 from ..reports import build_report
-from .config import TuneConfig
+from .config import DEFAULTS_BY_DEVICE, TuneConfig
 from .console import TuneProgress, counting_progress, print_recommendation
-from .devices import list_devices, make_executor
+from .devices import list_devices, make_executor, silicon_hint
 from .problem import load_workload, workload_summary
 from .recommendation import FORMATS, Recommendation
 from .run_folder import default_run_dir
@@ -42,23 +42,52 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def _by_device(name: str, more: str = "") -> str:
+    """What an option defaults to, in its help."""
+    measured, modelled = (DEFAULTS_BY_DEVICE[kind][name] for kind in ("measured", "modelled"))
+    return f"Default: {measured}; {modelled}{more} when modelled."
+
+
 Model = Annotated[str, typer.Option(help="Preset name, or a Hugging Face folder (config.json and safetensors).")]
-Device = Annotated[str, typer.Option(help="auto (CUDA if there is one), cpu or cuda; see `tilebudget devices`.")]
-Dtype = Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16. auto: bf16 on CUDA, fp32 on the CPU.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto (CUDA if there is one), cpu or cuda; or one that is modelled, such as h200_sxm: see "
+        "`tilebudget devices`."
+    ),
+]
+Kernels = Annotated[
+    str | None,
+    typer.Option(help="vllm, sglang or trtllm: whose kernels a modelled device runs. Default: the first measured."),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(help="auto, fp32, bf16 or fp16; bf16 or fp8 when modelled. auto: fp32 on the CPU, else bf16."),
+]
+TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel degree of a modelled device.")]
 Trace = Annotated[
     Path | None,
     typer.Option(help="Trace file: Azure or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON, Sarathi/Vidur lengths CSV."),
 ]
 WorkloadName = Annotated[str, typer.Option(help="Built-in workload, used without --trace; fixed:PROMPT:OUTPUT too.")]
-NumRequests = Annotated[int, typer.Option(help="Requests to serve: the first of a trace, or drawn from a preset.")]
+NumRequests = Annotated[
+    int | None,
+    typer.Option(
+        help="Requests to serve: the first of a trace, or drawn from a preset. "
+        + _by_device("num_requests", ", or a whole trace,")
+    ),
+]
 Arrivals = Annotated[
     str | None,
     typer.Option(help="trace, poisson, fixed or saturated. Default: a trace's own times, a preset all at once."),
 ]
 Qps = Annotated[float | None, typer.Option(help="Requests per second of poisson and fixed arrivals, or of the trace.")]
 Overlong = Annotated[str, typer.Option(help="Requests over --max-model-len: clip or drop; counted either way.")]
-MaxNumSeqs = Annotated[int, typer.Option(help="Most requests that run at once.")]
-MaxModelLen = Annotated[int, typer.Option(help="Most tokens, prompt and output, of one request.")]
+MaxNumSeqs = Annotated[int | None, typer.Option(help=f"Most requests that run at once. {_by_device('max_num_seqs')}")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help=f"Most tokens, prompt and output, of one request. {_by_device('max_model_len')}")
+]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
 NumKvBlocks = Annotated[int | None, typer.Option(help="KV blocks. Default: what free memory holds.")]
 Policy = Annotated[str, typer.Option(help=f"Batching policy: {', '.join(POLICY_NAMES)}.")]
@@ -79,10 +108,12 @@ def root(show_version: Annotated[bool, typer.Option("--version", help="Print the
 def tune_command(
     model: Model = DEFAULT.model,
     device: Device = DEFAULT.device,
+    kernels: Kernels = DEFAULT.kernels,
     dtype: Dtype = DEFAULT.dtype,
+    tensor_parallel: TensorParallel = DEFAULT.tensor_parallel,
     trace: Trace = DEFAULT.trace,
     workload: WorkloadName = DEFAULT.workload,
-    num_requests: NumRequests = DEFAULT.num_requests,
+    num_requests: NumRequests = None,
     arrivals: Arrivals = DEFAULT.arrivals,
     qps: Qps = DEFAULT.qps,
     overlong: Overlong = DEFAULT.overlong,
@@ -94,14 +125,16 @@ def tune_command(
     max_budget: Annotated[
         int | None, typer.Option(help="Largest budget. Default: 8192, or all prompt tokens if fewer.")
     ] = None,
-    max_num_seqs: MaxNumSeqs = DEFAULT.max_num_seqs,
-    max_model_len: MaxModelLen = DEFAULT.max_model_len,
+    max_num_seqs: MaxNumSeqs = None,
+    max_model_len: MaxModelLen = None,
     block_size: BlockSize = DEFAULT.block_size,
     num_kv_blocks: NumKvBlocks = DEFAULT.num_kv_blocks,
     pipeline_stages: Annotated[
         int, typer.Option(help="Stages (2, 4 or 8) whose bubble fraction is the second objective.")
     ] = DEFAULT.pipeline_stages,
-    num_trials: Annotated[int, typer.Option(help="Budgets that the search may run.")] = DEFAULT.num_trials,
+    num_trials: Annotated[
+        int | None, typer.Option(help=f"Budgets that the search may run. {_by_device('num_trials')}")
+    ] = None,
     num_contenders: Annotated[int, typer.Option(help="Best budgets to repeat.")] = DEFAULT.num_contenders,
     repeats: Annotated[int, typer.Option(help="Interleaved repeats of each of them.")] = DEFAULT.repeats,
     seed: Seed = DEFAULT.seed,
@@ -139,19 +172,21 @@ def run_command(
     token_budget: Annotated[str, typer.Option(help="Most tokens per iteration, or `unlimited`.")] = "512",
     model: Model = DEFAULT.model,
     device: Device = DEFAULT.device,
+    kernels: Kernels = DEFAULT.kernels,
     dtype: Dtype = DEFAULT.dtype,
+    tensor_parallel: TensorParallel = DEFAULT.tensor_parallel,
     prompts: Annotated[
         Path | None, typer.Option(help='JSONL rows {"prompt_token_ids": [...], "output_tokens": n}, all at time 0.')
     ] = None,
     trace: Trace = DEFAULT.trace,
     workload: WorkloadName = DEFAULT.workload,
-    num_requests: NumRequests = DEFAULT.num_requests,
+    num_requests: NumRequests = None,
     arrivals: Arrivals = DEFAULT.arrivals,
     qps: Qps = DEFAULT.qps,
     overlong: Overlong = DEFAULT.overlong,
     policy: Policy = DEFAULT.policy,
-    max_num_seqs: MaxNumSeqs = DEFAULT.max_num_seqs,
-    max_model_len: MaxModelLen = DEFAULT.max_model_len,
+    max_num_seqs: MaxNumSeqs = None,
+    max_model_len: MaxModelLen = None,
     block_size: BlockSize = DEFAULT.block_size,
     num_kv_blocks: NumKvBlocks = DEFAULT.num_kv_blocks,
     seed: Seed = DEFAULT.seed,
@@ -162,13 +197,13 @@ def run_command(
     given = locals()
     shared = {field.name: given[field.name] for field in fields(TuneConfig) if field.name in given}
     config = TuneConfig(**shared)
-    executor = make_executor(model=model, device=device, dtype=dtype, seed=seed, num_threads=num_threads)
-    requests = load_prompts(prompts) if prompts is not None else load_workload(config)
+    executor = make_executor(config)
+    requests = load_prompts(prompts) if prompts is not None else load_workload(config, executor.max_position)
     engine_config = EngineConfig(
         token_budget=_parse_budget(token_budget),
         policy=policy,
-        max_num_seqs=max_num_seqs,
-        max_model_len=min(max_model_len, executor.max_position),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=min(config.max_model_len, executor.max_position),
         block_size=block_size,
         num_kv_blocks=num_kv_blocks,
         seed=seed,
@@ -256,14 +291,18 @@ def show_command(
 @app.command("devices")
 def devices_command(as_json: Json = False) -> None:
     """List the devices that --device takes, and where their times come from."""
-    devices = list_devices()
+    devices, hint = list_devices(), silicon_hint()
     if as_json:
         rows = [{field.name: getattr(device, field.name) for field in fields(device)} for device in devices]
-        print(json.dumps({"devices": rows}))
+        print(json.dumps({"devices": rows, "note": hint}))
         return
     for device in devices:
-        state = device.source if device.available else "absent"
-        print(f"{device.name:6} {state:10} {device.description}")
+        state = device.source if device.available or device.source == "specification" else "absent"
+        print(f"{device.name:22} {state:14} {device.description}")
+        for kernels in device.kernels:
+            print(f"{'':37} {kernels}")
+    if hint is not None:
+        print(f"modelled devices: {hint}")
 
 
 def _parse_budget(text: str) -> int | None:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..engine import POLICY_NAMES
+from ..kernels.silicon import FRAMEWORKS
 
-DTYPES = ("auto", "fp32", "bf16", "fp16")
+DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8")
+#: Devices whose time is measured here; every other name is a system of the silicon tables, whose time is modelled.
+HOST_DEVICES = ("auto", "cpu", "cuda")
+
+#: What a device measured here, and a modelled one, get where the settings say None. A modelled run takes seconds for
+#: hours of traffic, so it serves the whole trace at the sizes of a server.
+DEFAULTS_BY_DEVICE = {
+    "measured": {"num_requests": 48, "max_num_seqs": 16, "max_model_len": 2048, "num_trials": 16},
+    "modelled": {"num_requests": 2000, "max_num_seqs": 128, "max_model_len": 16384, "num_trials": 60},
+}
+_BY_DEVICE: Any = None
 ARRIVALS = ("trace", "poisson", "fixed", "saturated")
 
 
@@ -15,23 +27,30 @@ ARRIVALS = ("trace", "poisson", "fixed", "saturated")
 class TuneConfig:
     """Settings of one tuning; the command line's defaults are these.
 
-    model: preset name or a Hugging Face folder. device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``.
+    model: preset name or a Hugging Face folder. device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``, or a
+    system of the silicon tables (``h200_sxm``), whose ``kernels`` (vllm, sglang, trtllm; None takes the first that was
+    measured) and ``tensor_parallel`` degree then are modelled, not run.
+    num_requests, max_num_seqs, max_model_len, num_trials: None takes DEFAULTS_BY_DEVICE; a modelled device then serves
+    a ``trace`` whole.
     workload: preset name, used when there is no ``trace`` file. ``num_requests`` of it, arriving as
     ``arrivals`` says (``qps`` requests/s for Poisson and fixed); None keeps a trace's own times and
     saturates a preset. tbt_slo: ``strict``, ``relaxed`` or a duration such as ``20ms``.
     min_budget, max_budget: tokens; None takes ``max_num_seqs`` and what the workload can fill.
     pipeline_stages: the stage count whose bubble fraction is the second objective.
-    num_trials: budgets that the search may run; repeats: extra runs of each contender, interleaved.
+    num_trials: budgets that the search may run; repeats: extra runs of each contender, interleaved. A modelled device
+    gives the same figures every time, so it runs each contender once more whatever ``repeats`` says.
 
     Raises ValueError that names the field, its value and the rule.
     """
 
     model: str = "tiny-llama"
     device: str = "auto"
+    kernels: str | None = None
     dtype: str = "auto"
+    tensor_parallel: int = 1
     trace: Path | None = None
     workload: str = "azure-conv"
-    num_requests: int = 48
+    num_requests: int | None = None
     arrivals: str | None = None
     qps: float | None = None
     overlong: str = "clip"
@@ -39,18 +58,26 @@ class TuneConfig:
     policy: str = "sarathi"
     min_budget: int | None = None
     max_budget: int | None = None
-    max_num_seqs: int = 16
-    max_model_len: int = 2048
+    max_num_seqs: int = _BY_DEVICE
+    max_model_len: int = _BY_DEVICE
     block_size: int = 16
     num_kv_blocks: int | None = None
     pipeline_stages: int = 4
-    num_trials: int = 16
+    num_trials: int = _BY_DEVICE
     num_contenders: int = 3
     repeats: int = 3
     seed: int = 0
     num_threads: int | None = None
 
+    @property
+    def modelled(self) -> bool:
+        """Whether the device's time comes from tables."""
+        return self.device not in HOST_DEVICES
+
     def __post_init__(self) -> None:
+        for name, value in DEFAULTS_BY_DEVICE["modelled" if self.modelled else "measured"].items():
+            if getattr(self, name) is None and not (name == "num_requests" and self.modelled and self.trace):
+                object.__setattr__(self, name, value)
         for name, choices in (
             ("dtype", DTYPES),
             ("policy", POLICY_NAMES),
@@ -61,10 +88,18 @@ class TuneConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(str, choices))}")
         if self.arrivals is not None and self.arrivals not in ARRIVALS:
             raise ValueError(f"arrivals={self.arrivals!r}: must be one of {', '.join(ARRIVALS)}")
-        for name in ("num_requests", "max_num_seqs", "max_model_len", "block_size", "num_trials", "num_contenders"):
+        if self.kernels is not None and not self.modelled:
+            raise ValueError(f"kernels={self.kernels!r}: is for modelled devices, device={self.device!r} is not one")
+        if self.kernels is not None and self.kernels not in FRAMEWORKS:
+            raise ValueError(f"kernels={self.kernels!r}: must be one of {', '.join(FRAMEWORKS)}")
+        if self.tensor_parallel != 1 and not self.modelled:
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel}: must be 1 on {self.device}; modelled devices take more"
+            )
+        for name in ("tensor_parallel", "max_num_seqs", "max_model_len", "block_size", "num_trials", "num_contenders"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("num_kv_blocks", "num_threads", "min_budget", "max_budget"):
+        for name in ("num_requests", "num_kv_blocks", "num_threads", "min_budget", "max_budget"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")

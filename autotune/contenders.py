@@ -60,9 +60,11 @@ def _interleave(
     problem: Problem, runner: TrialRunner, batch: Sequence[Candidate], progress: ProgressSink
 ) -> list[RunPair]:
     """Every candidate once per round, in alternating order, so that drift of the machine hits all of them alike."""
-    planned = len(batch) * problem.config.repeats
+    # A modelled device gives the same figures every time.
+    repeats = 1 if problem.executor.virtual_time else problem.config.repeats
+    planned = len(batch) * repeats
     runs: list[RunPair] = []
-    for repeat in range(problem.config.repeats):
+    for repeat in range(repeats):
         for candidate in batch if repeat % 2 == 0 else reversed(batch):
             pair = runner.run(candidate, run=f"repeat-{candidate.token_budget}-{repeat}", role="repeat")
             runs.append(pair)

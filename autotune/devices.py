@@ -8,23 +8,68 @@ import torch
 
 from ..engine import Executor
 from ..engine.device import device_name
+from ..engine.modelled_executor import ModelledExecutor
 from ..engine.torch_executor import TorchExecutor
+from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, list_systems, system_spec
+from .config import HOST_DEVICES, TuneConfig
 
 DEFAULT_DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """One device: its name for ``--device``, what it is, and where its times come from."""
+    """One device: its name for ``--device``, what it is, and where its times come from.
+
+    ``source`` is ``measured`` (run here), ``table`` (modelled from measured tables; ``kernels`` says of which
+    frameworks, versions and dtypes), or ``specification`` (a data sheet alone: not ``available``).
+    """
 
     name: str
     description: str
     source: str
     available: bool
+    kernels: tuple[str, ...] = ()
 
 
 def list_devices() -> list[DeviceInfo]:
-    """Every device that ``--device`` takes, those that are absent included."""
+    """Every device that ``--device`` takes, those that are absent included; the systems of the silicon tables where
+    these are installed."""
+    return [*_host_devices(), *(_system_device(system) for system in _systems())]
+
+
+def _system_device(system: SystemInfo) -> DeviceInfo:
+    spec = system_spec(system.system)
+    kernels = tuple(
+        f"{framework} {version} ({', '.join(dtypes) or 'no bf16 or fp8'})"
+        for framework, versions in system.frameworks.items()
+        for version, dtypes in versions.items()
+    )
+    return DeviceInfo(
+        name=system.system,
+        description=f"{spec.memory_bytes / 1e9:.0f} GB, {spec.bandwidth_bytes_per_s / 1e12:.2f} TB/s",
+        source="table" if system.measured else "specification",
+        available=system.measured,
+        kernels=kernels,
+    )
+
+
+def _systems() -> list[SystemInfo]:
+    try:
+        return list_systems()
+    except SiliconError:
+        return []
+
+
+def silicon_hint() -> str | None:
+    """How to get the modelled devices; None when they are there."""
+    try:
+        list_systems()
+    except SiliconError as error:
+        return str(error)
+    return None
+
+
+def _host_devices() -> list[DeviceInfo]:
     cuda = torch.cuda.is_available()
     description = "no CUDA device is visible to torch"
     if cuda:
@@ -45,8 +90,9 @@ def list_devices() -> list[DeviceInfo]:
 
 def resolve_device(device: str) -> str:
     """``cuda`` or ``cpu`` for ``auto``; ValueError for a device that is not there."""
-    names = [info.name for info in list_devices()]
-    available = [info.name for info in list_devices() if info.available]
+    infos = _host_devices()
+    names = [info.name for info in infos]
+    available = [info.name for info in infos if info.available]
     if device == "auto":
         return available[0]
     if device not in names:
@@ -56,13 +102,48 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def make_executor(*, model: str, device: str, dtype: str, seed: int, num_threads: int | None) -> Executor:
-    """The executor that runs ``model`` (preset or Hugging Face folder) on ``device``; ``auto`` picks defaults."""
-    name = resolve_device(device)
+def make_executor(config: TuneConfig) -> Executor:
+    """The executor that runs, or models, ``config``'s model on its device; ``auto`` picks defaults.
+
+    Raises ValueError for a device that does not exist, or whose tables are not installed, or a combination it does not
+    take; SiliconError when the tables lack what is asked for.
+    """
+    if config.modelled:
+        return _modelled_executor(config)
+    name = resolve_device(config.device)
     return TorchExecutor.from_model(
-        model,
+        config.model,
         device=name,
-        dtype=DEFAULT_DTYPES[name] if dtype == "auto" else dtype,
-        seed=seed,
-        num_threads=num_threads,
+        dtype=DEFAULT_DTYPES[name] if config.dtype == "auto" else config.dtype,
+        seed=config.seed,
+        num_threads=config.num_threads,
+    )
+
+
+def modelled_kernels(config: TuneConfig) -> str:
+    """The framework whose tables model the device: the one named, else the first that was measured on it.
+
+    Raises ValueError for a system that there is not, SiliconError when nothing was measured on it.
+    """
+    try:
+        systems = {system.system: system for system in list_systems()}
+    except SiliconError as error:
+        hosts = ", ".join(HOST_DEVICES)
+        raise ValueError(f"device={config.device!r}: must be one of {hosts}, or a modelled one, but {error}") from None
+    if config.device not in systems:
+        names = ", ".join((*HOST_DEVICES, *systems))
+        raise ValueError(f"device={config.device!r}: must be one of {names}")
+    measured = systems[config.device].frameworks
+    if config.kernels is None and not measured:
+        raise SiliconError(f"nothing was measured on {config.device}: there is only its data sheet")
+    return config.kernels or next(framework for framework in FRAMEWORKS if framework in measured)
+
+
+def _modelled_executor(config: TuneConfig) -> ModelledExecutor:
+    return ModelledExecutor.from_silicon(
+        config.model,
+        system=config.device,
+        framework=modelled_kernels(config),
+        dtype="bf16" if config.dtype == "auto" else config.dtype,
+        tensor_parallel=config.tensor_parallel,
     )

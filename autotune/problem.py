@@ -12,12 +12,17 @@ from ..engine.presets import preset_workload
 from ..engine.slo import ReferenceDecode, reference_decode, resolve_slo
 from ..engine.traces import load_trace
 from ..engine.workload import assign_arrivals
+from ..kernels.tile_report import candidate_edges
 from ..kernels.tiles import tile_edges
-from .config import TuneConfig
-from .space import SearchSpace, thin_edges
+from .config import DEFAULTS_BY_DEVICE, TuneConfig
+from .devices import modelled_kernels
+from .space import MIN_EDGE_RATIO, SearchSpace, thin_edges
+from .tiles import analyse_device
 
 #: Largest budget tried where the settings name none.
 DEFAULT_MAX_BUDGET = 8192
+
+TILE_SOURCE = "multiples of the GEMM's BLOCK_M"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +43,24 @@ class Problem:
         return f"bubble_fraction_{self.config.pipeline_stages}"
 
 
-def load_workload(config: TuneConfig) -> Workload:
+def load_workload(config: TuneConfig, max_position: int | None = None) -> Workload:
     """The requests that ``config`` names, with their arrivals: a trace's own times, a preset saturated, unless
-    ``arrivals`` says otherwise."""
+    ``arrivals`` says otherwise. ``max_position`` is the longest context of the model, where it is known."""
+    max_model_len = min(config.max_model_len, max_position or config.max_model_len)
     if config.trace is not None:
         workload = load_trace(
             config.trace,
             num_requests=config.num_requests,
-            max_model_len=config.max_model_len,
+            max_model_len=max_model_len,
             overlong=config.overlong,
         )
         default_arrivals = "trace" if workload.has_arrivals else "saturated"
     else:
         workload = preset_workload(
             config.workload,
-            num_requests=config.num_requests,
+            num_requests=config.num_requests or DEFAULTS_BY_DEVICE["measured"]["num_requests"],
             seed=config.seed,
-            max_model_len=config.max_model_len,
+            max_model_len=max_model_len,
             overlong=config.overlong,
         )
         default_arrivals = "saturated"
@@ -65,19 +71,21 @@ def load_workload(config: TuneConfig) -> Workload:
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
     """What was read off the device when the study began; a resumed study keeps it, so that all its trials are held to
-    one SLO. ``edges``: token counts after which one more token costs a step, and ``edge_source`` where they are from.
+    one SLO. ``edges``: token counts after which one more token costs a step, and ``edge_sources`` where each is from.
     """
 
     reference: ReferenceDecode
     num_kv_blocks: int
     edges: tuple[int, ...]
-    edge_source: str
+    edge_sources: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
         """The object of ``profile.json``, but for the candidates."""
         reference = asdict(self.reference)
         return {
-            "edges": [{"tokens": edge, "source": self.edge_source} for edge in self.edges],
+            "edges": [
+                {"tokens": edge, "source": source} for edge, source in zip(self.edges, self.edge_sources, strict=True)
+            ],
             "num_kv_blocks": self.num_kv_blocks,
             "reference_decode": {"duration_ms": self.reference.duration_s * 1e3, **reference},
         }
@@ -90,7 +98,7 @@ class DeviceFacts:
             reference=ReferenceDecode(**reference),
             num_kv_blocks=data["num_kv_blocks"],
             edges=tuple(edge["tokens"] for edge in data["edges"]),
-            edge_source=data["edges"][0]["source"],
+            edge_sources=tuple(edge["source"] for edge in data["edges"]),
         )
 
 
@@ -99,12 +107,37 @@ def read_device(config: TuneConfig, executor: Executor, workload: Workload, edge
     engine_config = _engine_config(config, executor, config.num_kv_blocks)
     num_kv_blocks = config.num_kv_blocks or executor.default_num_kv_blocks(engine_config)
     _, max_budget = _bounds(config, workload)
+    found = device_edges(config, max_budget) if edges is None else dict.fromkeys(thin_edges(edges), "given")
     return DeviceFacts(
         reference=reference_decode(executor, replace(engine_config, num_kv_blocks=num_kv_blocks)),
         num_kv_blocks=num_kv_blocks,
-        edges=thin_edges(tile_edges(max_budget) if edges is None else edges),
-        edge_source="multiples of the GEMM's BLOCK_M" if edges is None else "given",
+        edges=tuple(found),
+        edge_sources=tuple(found.values()),
     )
+
+
+def device_edges(config: TuneConfig, max_budget: int) -> dict[int, str]:
+    """Edges up to ``max_budget`` and where each is from.
+
+    On a modelled device the steps of its measured staircase, and between them the tile multiples, which the table's
+    token counts may have missed; on a device here the tile multiples alone.
+    """
+    tiles = thin_edges(tile_edges(max_budget))
+    if not config.modelled:
+        return dict.fromkeys(tiles, TILE_SOURCE)
+    kernels = modelled_kernels(config)
+    analysis = analyse_device(
+        config.model,
+        device=config.device,
+        kernels=kernels,
+        dtype=config.dtype,
+        tensor_parallel=config.tensor_parallel,
+        min_jump_pct=10.0,
+    )
+    measured = thin_edges(edge for edge in candidate_edges(analysis) if edge <= max_budget)
+    between = [tile for tile in tiles if all(max(tile, edge) >= MIN_EDGE_RATIO * min(tile, edge) for edge in measured)]
+    sources = dict.fromkeys(measured, f"step in the measured {analysis.subject['kernels']} tables")
+    return dict(sorted((sources | dict.fromkeys(between, TILE_SOURCE)).items()))
 
 
 def state_problem(config: TuneConfig, executor: Executor, workload: Workload, facts: DeviceFacts) -> Problem:

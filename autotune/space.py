@@ -9,6 +9,9 @@ from dataclasses import dataclass
 KINDS = ("aligned", "plus_one", "mid_tile")
 WHOLE_PROMPT = "whole_prompt"
 
+#: Neighbouring edges differ by at least this much; closer ones are one.
+MIN_EDGE_RATIO = 1.06
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -109,7 +112,7 @@ class SearchSpace:
         return budget if self.min_budget <= budget <= self.max_budget else None
 
 
-def thin_edges(edges: Iterable[int], *, min_ratio: float = 1.06) -> tuple[int, ...]:
+def thin_edges(edges: Iterable[int], *, min_ratio: float = MIN_EDGE_RATIO) -> tuple[int, ...]:
     """The edges with crowded ones left out: neighbours differ by at least ``min_ratio``.
 
     Of a crowd the edge divisible by the highest power of two stays, as it is an edge for the most tile sizes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,9 +20,12 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
+from .parallel import TrialPool
 from .selection import shortlist
-from .space import KINDS, WHOLE_PROMPT, SearchSpace
+from .space import KINDS, WHOLE_PROMPT, Candidate, SearchSpace
 from .trial import OnTrial, TrialRow, TrialRunner
+
+RunJobs = Callable[[Sequence[tuple[Candidate, str]]], list[TrialRow]]
 
 STUDY_NAME = "tilebudget"
 LADDER_RUNGS = 5
@@ -148,11 +151,13 @@ class BudgetStudy:
         identity: dict[str, str | int | float | None],
         variance_metric: str,
         seed: int,
+        num_parallel: int = 1,
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.space = space
         self.runner = runner
         self.seed = seed
+        self.num_parallel = num_parallel
         self.variance_metric = variance_metric
         self.study = optuna.create_study(
             study_name=STUDY_NAME,
@@ -174,13 +179,29 @@ class BudgetStudy:
     def search(self, num_trials: int, on_trial: OnTrial) -> list[TrialRow]:
         """Run trials until ``num_trials`` are finished or no budget is left; returns all rows."""
         rows = self.rows()
-        while len(rows) < num_trials and self._has_next():
-            row = self._run_next()
-            rows.append(row)
-            on_trial(row, len(rows), num_trials)
+        if self.num_parallel > 1 and len(rows) < num_trials:
+            with TrialPool(self.runner, self.num_parallel) as pool:
+                self._search(rows, num_trials, on_trial, pool.run)
+        else:
+            self._search(rows, num_trials, on_trial, self._run_here)
         return rows
 
-    def _run_next(self) -> TrialRow:
+    def _search(self, rows: list[TrialRow], num_trials: int, on_trial: OnTrial, run_jobs: RunJobs) -> None:
+        """Ask for as many trials as run side by side, run them, tell them all: the outcome depends on no timing."""
+        while len(rows) < num_trials and self._has_next():
+            asked = [self._ask()]
+            while len(asked) < min(self.num_parallel, num_trials - len(rows)) and self._has_next():
+                asked.append(self._ask())
+            jobs = [(candidate, f"trial-{trial.number}") for trial, candidate in asked]
+            for (trial, _), row in zip(asked, run_jobs(jobs), strict=True):
+                self._tell(trial, row)
+                rows.append(row)
+                on_trial(row, len(rows), num_trials)
+
+    def _run_here(self, jobs: Sequence[tuple[Candidate, str]]) -> list[TrialRow]:
+        return [self.runner.run(candidate, run=run, role="search", prune=True)[0] for candidate, run in jobs]
+
+    def _ask(self) -> tuple[optuna.Trial, Candidate]:
         number = len(self.study.get_trials(deepcopy=False))
         self.study.sampler = BudgetSampler(self.space, seed=self.seed, trial_number=number)
         trial = self.study.ask()
@@ -189,14 +210,15 @@ class BudgetStudy:
         candidate = self.space.at(edge_index, kind)
         if candidate is None:
             raise AssertionError(f"the sampler proposed edge {edge_index} {kind}, which is no candidate")
-        row, _ = self.runner.run(candidate, run=f"trial-{trial.number}", role="search", prune=True)
+        return trial, candidate
+
+    def _tell(self, trial: optuna.Trial, row: TrialRow) -> None:
         trial.set_user_attr("row", json.dumps(asdict(row)))
         if row.state == "complete":
             values = [row.metric("total_tokens_per_s"), row.metric(self.variance_metric)]
             self.study.tell(trial, values)
         else:
             self.study.tell(trial, state=TrialState.PRUNED if row.state == "pruned" else TrialState.FAIL)
-        return row
 
     def _has_next(self) -> bool:
         waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))

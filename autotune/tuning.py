@@ -9,11 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..engine import Engine, Executor, RunRecord, Workload
+from ..engine.modelled_executor import ModelledExecutor
+from ..kernels.latency import LatencyTable
 from ..reports import build_report
 from .config import TuneConfig
 from .contenders import ProgressSink, compare_policies, repeat_contenders
 from .devices import make_executor
 from .environment import package_versions, source_commit
+from .parallel import num_workers
 from .problem import Problem, load_workload, read_device, state_problem, workload_summary
 from .recommendation import Alternative, EngineSettings, Figure, Key, Recommendation, SLOInfo, model_key
 from .run_folder import RunFolder, default_run_dir
@@ -58,16 +61,11 @@ def tune(
     Raises ValueError on bad settings (naming field, value and rule) and TileBudgetError when the device cannot do the
     work at all; a single run that fails is a failed trial. Ctrl-C leaves a study that resumes.
     """
-    config = replace(config or TuneConfig(), **settings)  # type: ignore[arg-type]
-    executor = executor or make_executor(
-        model=config.model,
-        device=config.device,
-        dtype=config.dtype,
-        seed=config.seed,
-        num_threads=config.num_threads,
-    )
+    # Settings alone make a config of their own, for some defaults depend on the device.
+    config = replace(config, **settings) if config else TuneConfig(**settings)  # type: ignore[arg-type]
+    executor = executor or make_executor(config)
     folder = RunFolder(run_dir or default_run_dir(config.model))
-    workload = workload or load_workload(config)
+    workload = workload or load_workload(config, executor.max_position)
     facts = folder.read_facts() or read_device(config, executor, workload, edges)
     problem = state_problem(config, executor, workload, facts)
     command = command or " ".join(["tilebudget", *sys.argv[1:]])
@@ -81,6 +79,7 @@ def tune(
         identity=config.identity(),
         variance_metric=problem.variance_metric,
         seed=config.seed,
+        num_parallel=num_workers() if executor.virtual_time else 1,
     )
     report_progress = progress or (lambda phase, done, planned, row: None)
 
@@ -123,9 +122,14 @@ def _recommend(
     return Recommendation(
         status=choice.status,
         token_budget=None if best is None else best.candidate.token_budget,
-        verdict=write_verdict(choice, contenders, problem.space, problem.slo),
+        verdict=write_verdict(choice, contenders, problem.space, problem.slo, _table(problem.executor)),
         rule=RULE,
-        key=Key(model=model_key(config.model), device=str(device["device"]), dtype=str(device["dtype"])),
+        key=Key(
+            model=model_key(config.model),
+            device=str(device["device"]),
+            dtype=str(device["dtype"]),
+            tensor_parallel=config.tensor_parallel,
+        ),
         slo=SLOInfo(
             name=problem.slo.name,
             tbt_p99_ms=problem.slo.tbt_s * 1e3,
@@ -149,6 +153,10 @@ def _recommend(
         command=command,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _table(executor: Executor) -> LatencyTable | None:
+    return executor.table if isinstance(executor, ModelledExecutor) else None
 
 
 def _alternatives(

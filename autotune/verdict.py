@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..engine.metrics import SLO
-from .selection import THROUGHPUT, Choice, Contender, chunking_buys_nothing
+from ..kernels.latency import LatencyTable
+from ..kernels.sweep import FOUR_GEMMS, SOURCES
+from .selection import THROUGHPUT, Choice, Contender, Spread, chunking_buys_nothing
 from .space import SearchSpace
 
 
-def write_verdict(choice: Choice, contenders: Sequence[Contender], space: SearchSpace, slo: SLO) -> str:
-    """Two to five sentences: what to set, how it does against the SLO, ties, the edge, and what chunking buys."""
+def write_verdict(
+    choice: Choice,
+    contenders: Sequence[Contender],
+    space: SearchSpace,
+    slo: SLO,
+    table: LatencyTable | None = None,
+) -> str:
+    """Two to six sentences: what to set, how it does against the SLO, ties, the edge, and what chunking buys; with
+    the ``table`` that modelled the runs, what one more token costs on it."""
     best = choice.best
     if best is None:
         return "Every run failed, so there is nothing to recommend; the trials list their reasons."
@@ -31,17 +40,20 @@ def write_verdict(choice: Choice, contenders: Sequence[Contender], space: Search
         )
     elif tbt is not None:
         sentences.append(
-            f"Set the token budget to {budget}. P99 TBT is {tbt.value:.3g} ms ({tbt.low:.3g} to {tbt.high:.3g} over "
-            f"{tbt.repeats} repeats) against an SLO of {limit_ms:.3g} ms."
+            f"Set the token budget to {budget}. P99 TBT is {tbt.value:.3g} ms{_range(tbt)} against an SLO of "
+            f"{limit_ms:.3g} ms."
         )
     if speed is not None:
-        sentences.append(f"Throughput is {speed.value:,.0f} tokens/s ({speed.low:,.0f} to {speed.high:,.0f}).")
+        low_high = f" ({speed.low:,.0f} to {speed.high:,.0f})" if speed.repeats > 1 else ""
+        sentences.append(f"Throughput is {speed.value:,.0f} tokens/s{low_high}.")
     if choice.ties:
         others = ", ".join(str(tie) for tie in choice.ties)
         sentences.append(
             f"A tie: the throughput of {others} differs by less than the noise; no gain is claimed over them."
         )
     sentences += [sentence for sentence in (_edge_sentence(best, contenders, space),) if sentence]
+    if table is not None:
+        sentences.append(staircase_sentence(table, budget))
     whole = chunking_buys_nothing(contenders, best, space.whole_prompt_tokens)
     if whole is not None and choice.status != "infeasible":
         sentences.append(
@@ -49,6 +61,29 @@ def write_verdict(choice: Choice, contenders: Sequence[Contender], space: Search
             + (" and there is no decode to protect." if choice.status == "no_data" else " and keep the SLO.")
         )
     return " ".join(sentences)
+
+
+def staircase_sentence(table: LatencyTable, budget: int) -> str:
+    """What one more token than ``budget`` costs on the table that modelled the runs, and where that figure is from."""
+    here_ms, next_ms = table.tokens_ms([budget, budget + 1]).tolist()
+    sources = {curve.source_at(budget + 1) for curve in table.layer_ops if curve.op in FOUR_GEMMS}
+    beyond = any(bool(curve.extrapolated(budget + 1)[0]) for curve in table.layer_ops if curve.op in FOUR_GEMMS)
+    worst = max(sources, key=SOURCES.index) if sources else "table"
+    origin = f"{table.origin.get('framework', '')} {table.origin.get('version', '')}".strip()
+    note = {"transferred": ", in part transferred from neighbouring shapes"}.get(worst, "")
+    return (
+        f"The staircase measured on {table.device} ({origin}{note}{', extrapolated here' if beyond else ''}) explains "
+        f"it: the token-wise layers of one iteration take {here_ms:.3g} ms at {budget} tokens and {next_ms:.3g} ms at "
+        f"{budget + 1} ({next_ms / here_ms - 1.0:+.1%}), that is {budget / here_ms:.0f} and "
+        f"{(budget + 1) / next_ms:.0f} tokens per ms. Every figure is modelled from it: a repeat gives the same again."
+    )
+
+
+def _range(spread: Spread) -> str:
+    """The range over repeats; nothing for a single run."""
+    if spread.repeats < 2:
+        return ""
+    return f" ({spread.low:.3g} to {spread.high:.3g} over {spread.repeats} repeats)"
 
 
 def describe_alternative(contender: Contender, choice: Choice, slo: SLO) -> str:

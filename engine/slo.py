@@ -99,7 +99,7 @@ def sound_stop(slo: SLO, workload: Workload, config: EngineConfig) -> Monitor:
     With N gaps in the whole run, the linearly interpolated quantile q lies at position (N - 1)q of the sorted gaps, so
     it is over the limit for certain once N - floor((N - 1)q) gaps are. N is counted over the requests that fit
     ``max_model_len``; one that the KV cache rejects makes N too large, which only delays the stop. So does a modelled
-    device, where the stop comes at the end of a run of iterations that were advanced in one step.
+    device, which asks its monitor now and then (``MONITOR_EVERY_BATCHES``).
     """
     num_gaps = sum(
         request.output_tokens - 1 for request in workload.requests if request.total_tokens <= config.max_model_len

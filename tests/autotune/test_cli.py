@@ -86,7 +86,7 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
         (["tune", "--policy", "fifo"], "--policy='fifo': must be one of faster_transformer, orca"),
         (["tune", "--num-requests", "0"], "--num-requests=0: must be at least 1"),
         (["tune", "--min-budget", "8"], "--min-budget=8: must be at least max_num_seqs=16"),
-        (["tune", "--device", "tpu"], "--device='tpu': must be auto or one of cuda, cpu"),
+        (["tune", "--device", "tpu"], "--device='tpu': must be one of auto, cpu, cuda"),
         (["tune", "--model", "gpt-9"], "gpt-9"),
         (["tune", "--workload", "nope"], "nope"),
         (["run", "--token-budget", "many"], "--token-budget='many': must be a whole number of tokens, or unlimited"),
