@@ -14,21 +14,24 @@ from importlib import resources
 from pathlib import Path
 
 import pandas as pd
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from .answer import Answer, Estimate
 from .budgets import summarise_budgets
+from .cost_tables import cost_tables
 from .figures import draw_budgets, draw_pipeline, draw_tails
 from .findings import judge_confidence
 from .history import draw_history
 from .lanes import build_lanes, policy_rows
+from .predictions import draw_predictions
 from .run_folder import RunFolder, read_run_folder
 from .style import Drawing
-from .tables import TRIAL_COLUMNS, provenance, trial_rows
+from .tables import provenance, trial_columns, trial_rows
 from .text import KIND_NAMES, SERVER_NAMES, budget_label, count, milliseconds, percent, rate, significant
 from .timeline import draw_timeline
+from .token_cost import draw_token_cost
 
 REPORT_NAME = "report.html"
 STATUS_WORDS = {"feasible": "meets the SLO", "infeasible": "no budget meets the SLO", "no_data": "no data for the SLO"}
@@ -65,15 +68,15 @@ def render_report(folder: RunFolder) -> str:
     drawings = [
         draw_budgets(folder, budgets),
         draw_tails(folder, budgets),
+        draw_token_cost(folder),
         draw_timeline(folder, lanes),
         draw_pipeline(folder, budgets),
+        draw_predictions(folder),
         draw_history(folder),
     ]
     answer = folder.answer
-    plotly_js, report_js = _inline(get_plotlyjs()), _inline(_template("report.js"))
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"ms": milliseconds, "rate": rate, "percent": percent, "budget": budget_label}
-    return environment.from_string(_template("report.html.j2")).render(
+    scripts = _scripts()
+    return _page().render(
         answer=answer,
         verdict=_lead(answer.verdict),
         status_words=STATUS_WORDS[answer.status],
@@ -85,17 +88,17 @@ def render_report(folder: RunFolder) -> str:
         created=_moment(answer.created_at),
         drawings={drawing.name: drawing for drawing in drawings},
         figures={drawing.name: _embed(drawing) for drawing in drawings if drawing.figure is not None},
+        cost_tables=cost_tables(folder),
         policies=policy_rows(folder, lanes),
-        columns=TRIAL_COLUMNS,
+        columns=trial_columns(folder),
         rows=trial_rows(folder),
         problems=_problems(folder),
         traffic=_traffic(folder),
         provenance=provenance(folder),
         stages=answer.bubble_metric.rsplit("_", 1)[1],
-        css=Markup(_template("report.css")),
-        plotly_js=Markup(plotly_js),
-        report_js=Markup(report_js),
-        script_hashes=Markup(" ".join(_csp_hash(script) for script in (plotly_js, report_js))),
+        css=Markup(_template_text("report.css")),
+        scripts=[Markup(script) for script in scripts],
+        script_hashes=Markup(" ".join(scripts.values())),
     )
 
 
@@ -216,7 +219,20 @@ def _csp_hash(script: str) -> str:
 
 
 @cache
-def _template(name: str) -> str:
+def _scripts() -> dict[str, str]:
+    """The scripts of the page, in order, with their hashes for its Content-Security-Policy."""
+    scripts = (_inline(get_plotlyjs()), _inline(_template_text("report.js")))
+    return {script: _csp_hash(script) for script in scripts}
+
+
+@cache
+def _page() -> Template:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"ms": milliseconds, "rate": rate, "percent": percent, "budget": budget_label}
+    return environment.from_string(_template_text("report.html.j2"))
+
+
+def _template_text(name: str) -> str:
     return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
 
 

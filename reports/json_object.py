@@ -75,6 +75,15 @@ class JsonObject:
             for index, item in enumerate(value)
         ]
 
+    def words(self, key: str) -> tuple[str, ...]:
+        """The list of strings at ``key``, empty where it is absent or null."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, "a list of strings", value)
+        return tuple(value)
+
     def flat(self) -> dict[str, str]:
         """Every value as text for a provenance table; nested keys are joined with a space, lists with commas."""
         rows: dict[str, str] = {}

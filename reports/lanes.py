@@ -80,11 +80,15 @@ def choose_window(lanes: list[Lane]) -> tuple[float, float]:
     longest = max((lane.stalls for lane in lanes), key=lambda stalls: max(stalls.durations_s, default=0.0))
     focus_s = float(longest.start_s[np.argmax(longest.durations_s)]) if len(longest) else 0.0
     width_s = end_s
+    starts_and_ends = [
+        (np.sort(lane.iterations["start_s"].to_numpy()), np.sort(ends_s(lane.iterations).to_numpy())) for lane in lanes
+    ]
     for _ in range(40):
         begin_s = float(np.clip(focus_s - 0.25 * width_s, 0.0, end_s - width_s))
+        # Those that start before the window's end, less those that end before its begin.
         drawn = (
-            int(((lane.iterations["start_s"] < begin_s + width_s) & (ends_s(lane.iterations) > begin_s)).sum())
-            for lane in lanes
+            int(np.searchsorted(starts, begin_s + width_s) - np.searchsorted(ends, begin_s, side="right"))
+            for starts, ends in starts_and_ends
         )
         if max(drawn) <= MAX_ITERATIONS_PER_LANE:
             break

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from .answer import Answer, parse_answer
 from .json_object import JsonObject
+from .staircase import TokenStaircase, parse_staircase
 
 REQUIRED_FILES = ("recommendation.json", "environment.json", "trials.parquet")
 TEXT_COLUMNS = ("run", "role", "state", "reason", "kind", "policy", "started_at")
@@ -31,6 +32,8 @@ METRIC_COLUMNS = (
     "bubble_fraction_4",
     "bubble_fraction_8",
 )
+#: What the latency model expected of a run before it started; NaN where it was not asked.
+PREDICTED_COLUMNS = ("predicted_tbt_p99_ms", "predicted_total_tokens_per_s")
 ITERATION_COLUMNS = ("run", "start_s", "duration_s", "num_decodes", "num_prefill_tokens")
 #: Levels of ``tbt_quantiles_ms``: 0, 0.01 … 1.00.
 NUM_QUANTILES = 101
@@ -49,9 +52,10 @@ class TokenTimes:
 
     def gaps_ms(self, begin_s: float, end_s: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """Every time between two tokens of one request inside begin_s…end_s, ms, and the row of its request."""
-        owner = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
-        keep = (owner[1:] == owner[:-1]) & (self.times_s[1:] <= end_s) & (self.times_s[:-1] >= begin_s)
-        return 1e3 * np.diff(self.times_s)[keep], owner[1:][keep]
+        inside = np.flatnonzero((self.times_s >= begin_s) & (self.times_s <= end_s))
+        owner = np.searchsorted(self.offsets, inside, side="right") - 1
+        keep = owner[1:] == owner[:-1]
+        return 1e3 * np.diff(self.times_s[inside])[keep], owner[1:][keep]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,7 @@ class RunFolder:
     answer: Answer
     environment: JsonObject
     profile: JsonObject | None
+    staircase: TokenStaircase | None
     trials: pd.DataFrame
     iterations: Mapping[str, pd.DataFrame]
     tokens: Mapping[str, TokenTimes]
@@ -81,6 +86,21 @@ class RunFolder:
         rows = self.trials[(self.trials["role"] == "policy") & (self.trials["state"] == "complete")]
         return rows.drop_duplicates("policy")
 
+    @property
+    def candidates(self) -> dict[int, str]:
+        """The budgets that the study could choose from, ascending, with their kinds; unlimited left out."""
+        found = {}
+        for item in self.profile.children("candidates") if self.profile else ():
+            budget = item.number("token_budget")
+            if budget is not None:
+                found[int(budget)] = item.text("kind", "")
+        return dict(sorted(found.items()))
+
+    @property
+    def has_predictions(self) -> bool:
+        """Whether any run carries a prediction."""
+        return bool(self.trials[list(PREDICTED_COLUMNS)].notna().any(axis=None))
+
 
 def read_run_folder(path: Path) -> RunFolder:
     """The run folder at ``path``. Raises ValueError naming the file that is missing or wrong."""
@@ -94,12 +114,13 @@ def read_run_folder(path: Path) -> RunFolder:
     trials = _read_trials(path / "trials.parquet")
     policy_rows = trials[(trials["role"] == "policy") & (trials["state"] == "complete")]
     runs = [str(run) for run in policy_rows["run"]]
-    profile = path / "profile.json"
+    profile, tiles = path / "profile.json", path / "tiles.json"
     return RunFolder(
         path=path,
         answer=parse_answer(JsonObject.read(path / "recommendation.json")),
         environment=JsonObject.read(path / "environment.json"),
         profile=JsonObject.read(profile) if profile.is_file() else None,
+        staircase=parse_staircase(JsonObject.read(tiles)) if tiles.is_file() else None,
         trials=trials,
         iterations=_read_iterations(path / "iterations.parquet", runs),
         tokens=_read_tokens(path / "requests.parquet", runs),
@@ -113,7 +134,7 @@ def _read_trials(path: Path) -> pd.DataFrame:
     for name in TEXT_COLUMNS:
         values = frame[name] if name in columns else pd.Series(index=frame.index, dtype=object)
         frame[name] = values.astype(object).where(values.notna(), "")
-    for name in (*METRIC_COLUMNS, "token_budget", "edge_tokens", "elapsed_s"):
+    for name in (*METRIC_COLUMNS, *PREDICTED_COLUMNS, "token_budget", "edge_tokens", "elapsed_s"):
         values = frame[name] if name in columns else pd.Series(np.nan, index=frame.index)
         frame[name] = pd.to_numeric(values, errors="coerce").astype(float)
     for name in ("feasible", "tbt_quantiles_ms"):

@@ -39,7 +39,9 @@ class TrialRow:
     cells: tuple[Cell, ...]
 
 
-TRIAL_COLUMNS = (
+PREDICTED_TBT = Column(title="Predicted P99", unit="ms")
+PREDICTED_THROUGHPUT = Column(title="Predicted", unit="total tok/s")
+_TRIAL_COLUMNS = (
     Column(title="#"),
     Column(title="Run", numeric=False),
     Column(title="Budget", unit="tokens"),
@@ -48,16 +50,24 @@ TRIAL_COLUMNS = (
     Column(title="Outcome", numeric=False),
     Column(title="P50 TBT", unit="ms"),
     Column(title="P99 TBT", unit="ms"),
+    PREDICTED_TBT,
     Column(title="P99.9 TBT", unit="ms"),
     Column(title="Max TBT", unit="ms"),
     Column(title="P50 TTFT", unit="ms"),
     Column(title="Throughput", unit="total tok/s"),
+    PREDICTED_THROUGHPUT,
     Column(title="Output", unit="tok/s"),
     Column(title="Bubbles, 4 stages", unit="%"),
     Column(title="Iteration CV"),
     Column(title="Took", unit="s"),
     Column(title="Reason", numeric=False),
 )
+
+
+def trial_columns(folder: RunFolder) -> tuple[Column, ...]:
+    """The headings of the trial table; the predicted ones only where a run has a prediction."""
+    hidden = () if folder.has_predictions else (PREDICTED_TBT, PREDICTED_THROUGHPUT)
+    return tuple(column for column in _TRIAL_COLUMNS if column not in hidden)
 
 
 def trial_rows(folder: RunFolder) -> list[TrialRow]:
@@ -81,10 +91,13 @@ def _trial_row(folder: RunFolder, place: int, row: pd.Series) -> TrialRow:
             _word(KIND_NAMES.get(str(row["kind"]), str(row["kind"]))),
             _word(POLICY_NAMES.get(str(row["policy"]), str(row["policy"]))),
             _word(ended),
-            *(_figure(row[f"tbt_{level}_ms"]) for level in ("p50", "p99", "p999", "max")),
+            *(_figure(row[f"tbt_{level}_ms"]) for level in ("p50", "p99")),
+            *((_figure(row["predicted_tbt_p99_ms"]),) if folder.has_predictions else ()),
+            *(_figure(row[f"tbt_{level}_ms"]) for level in ("p999", "max")),
             _figure(row["ttft_p50_ms"]),
-            Cell(text=rate(row["total_tokens_per_s"]), key=_key(row["total_tokens_per_s"])),
-            Cell(text=rate(row["output_tokens_per_s"]), key=_key(row["output_tokens_per_s"])),
+            _rate(row["total_tokens_per_s"]),
+            *((_rate(row["predicted_total_tokens_per_s"]),) if folder.has_predictions else ()),
+            _rate(row["output_tokens_per_s"]),
             Cell(text=percent(row["bubble_fraction_4"], 1).removesuffix("%"), key=_key(row["bubble_fraction_4"])),
             _figure(row["iteration_cv"]),
             _figure(row["elapsed_s"]),
@@ -95,6 +108,10 @@ def _trial_row(folder: RunFolder, place: int, row: pd.Series) -> TrialRow:
 
 def _figure(value: float) -> Cell:
     return Cell(text=significant(value) if isfinite(value) else "–", key=_key(value))
+
+
+def _rate(value: float) -> Cell:
+    return Cell(text=rate(value), key=_key(value))
 
 
 def _word(value: object) -> Cell:

@@ -17,7 +17,7 @@ from sample_study import Folder, make_folder, tbt_columns, trial
 from tilebudget.reports import build_report
 
 Figure = dict[str, list[dict[str, object]]]
-ALL_FIGURES = {"budgets", "tails", "timeline", "pipeline", "history"}
+ALL_FIGURES = {"budgets", "tails", "staircase", "timeline", "pipeline", "predictions", "history"}
 
 
 def words(page: str) -> str:
@@ -193,7 +193,7 @@ def no_slo(folder: Folder) -> None:
 
 def nothing(folder: Folder) -> None:
     folder.recommendation |= {"expected": {}, "alternatives": [], "launch": {}, "slo": {}, "engine": {}, "key": {}}
-    folder.environment, folder.profile = {}, {}
+    folder.environment, folder.profile, folder.tiles = {}, {}, None
     folder.trials = [trial("trial-0", 64, {})]
     folder.iterations, folder.requests = [], []
 
@@ -203,7 +203,7 @@ def nothing(folder: Folder) -> None:
     [
         (infeasible, "No budget meets the SLO of 2.00 ms: the closest, 64, has a P99 TBT of", ALL_FIGURES),
         (no_data, "No request has a time between tokens, so the SLO has no data", ALL_FIGURES - {"tails"}),
-        (all_failed, "No trial ran to its end", {"history"}),
+        (all_failed, "No trial ran to its end", {"history", "staircase"}),
         (one_trial, "1 trial: 1 ran to the end.", ALL_FIGURES - {"timeline"}),
         (no_slo, "no SLO was set", ALL_FIGURES),
         (nothing, "This study ran no policy comparison, so there is no timeline.", {"history"}),

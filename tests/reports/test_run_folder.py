@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from sample_study import Folder, make_folder
 from tilebudget.reports import build_report
@@ -101,3 +103,31 @@ def test_only_policy_runs_are_read_from_the_large_files(tmp_path: Path) -> None:
     read = read_run_folder(folder.write(tmp_path))
     assert set(read.iterations) == set(read.tokens) == set(read.policies["run"])
     assert isinstance(read.trials, pd.DataFrame)
+
+
+def test_row_groups_of_other_runs_are_not_read(tmp_path: Path) -> None:
+    """Their bytes may be anything: a repeat over a whole trace must cost the report nothing."""
+    folder = make_folder()
+    path = folder.write(tmp_path)
+    whole = read_run_folder(path)
+    repeat = folder.requests[0].assign(run="repeat-128-1")
+    for name, frames in (("requests", [repeat, *folder.requests]), ("iterations", folder.iterations)):
+        file = path / f"{name}.parquet"
+        schema = pa.Schema.from_pandas(frames[0], preserve_index=False)
+        with pq.ParquetWriter(file, schema) as writer:
+            for frame in frames:
+                writer.write_table(pa.Table.from_pandas(frame, schema=schema, preserve_index=False))
+    file = path / "requests.parquet"
+    group = pq.ParquetFile(file).metadata.row_group(0)
+    columns = [group.column(place) for place in range(group.num_columns)]
+    column = next(column for column in columns if column.path_in_schema.startswith("token_s"))
+    start = column.dictionary_page_offset or column.data_page_offset
+    content = bytearray(file.read_bytes())
+    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    file.write_bytes(content)
+    with pytest.raises(OSError, match="deserialize"):
+        pq.read_table(file, columns=["token_s"])
+    tokens = read_run_folder(path).tokens
+    assert set(tokens) == set(whole.tokens)
+    for run, own in tokens.items():
+        np.testing.assert_array_equal(own.times_s, whole.tokens[run].times_s)

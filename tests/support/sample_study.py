@@ -1,7 +1,7 @@
 """Run folders for the report's tests, written as ARCHITECTURE.md specifies them, from a small simulation.
 
 The simulator stands in for the engine (reports may import no sibling): an iteration costs 2 ms, 0.02 ms a token and
-1.28 ms a tile of 64 tokens.
+1.28 ms a tile of 64 tokens, spread over four layers. Its latency model predicts what a run without noise gives.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ class Folder:
     recommendation: dict[str, object]
     environment: dict[str, object]
     profile: dict[str, object]
+    tiles: dict[str, object] | None = None
     trials: list[dict[str, object]] = field(default_factory=list)
     iterations: list[pd.DataFrame] = field(default_factory=list)
     requests: list[pd.DataFrame] = field(default_factory=list)
@@ -37,6 +39,8 @@ class Folder:
         path.mkdir(parents=True, exist_ok=True)
         for name in ("recommendation", "environment", "profile"):
             (path / f"{name}.json").write_text(json.dumps(getattr(self, name)), encoding="utf-8")
+        if self.tiles is not None:
+            (path / "tiles.json").write_text(json.dumps(self.tiles), encoding="utf-8")
         pd.DataFrame(self.trials).to_parquet(path / "trials.parquet")
         for name, frames in (("iterations", self.iterations), ("requests", self.requests)):
             if frames:
@@ -53,10 +57,14 @@ class Simulated:
     metrics: dict[str, object]
 
 
+@cache
 def simulate(
     policy: str, token_budget: int | None, *, seed: int = 0, num_requests: int = 24, noise: float = 0.0
 ) -> Simulated:
-    """A run of ``policy`` over requests drawn by a fixed seed; ``seed`` and ``noise`` vary the durations only."""
+    """A run of ``policy`` over requests drawn by a fixed seed; ``seed`` and ``noise`` vary the durations only.
+
+    Runs are kept and shared: copy a frame before changing it.
+    """
     shape = np.random.default_rng(7)
     arrivals = np.cumsum(shape.exponential(0.03, num_requests)) - 0.01
     arrivals[0] = 0.0
@@ -166,6 +174,12 @@ def trial(run: str, token_budget: int | None, metrics: Mapping[str, object], **c
     }
 
 
+def predicted(token_budget: int | None) -> dict[str, object]:
+    """The two predicted columns of trials.parquet."""
+    metrics = simulate("sarathi", token_budget).metrics
+    return {f"predicted_{name}": metrics[name] for name in ("tbt_p99_ms", "total_tokens_per_s")}
+
+
 def stamp(rows: list[dict[str, object]]) -> None:
     """Start times in the order of the rows."""
     for second, row in enumerate(rows):
@@ -177,7 +191,8 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
     rows: list[dict[str, object]] = []
     if search:
         for number, budget in enumerate(BUDGETS):
-            rows.append(trial(f"trial-{number}", budget, simulate("sarathi", budget, seed=number, noise=0.01).metrics))
+            run = simulate("sarathi", budget, seed=number, noise=0.01)
+            rows.append(trial(f"trial-{number}", budget, run.metrics, **predicted(budget)))
         failure = "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"
         rows.insert(4, trial("trial-12", 1024, {}, state="failed", reason=failure, feasible=None))
         pruned = simulate("sarathi", 768).metrics | {"tbt_count": 300}
@@ -186,7 +201,7 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
         for repeat in range(1, 4):
             for budget in (96, 128, 160):
                 run = simulate("sarathi", budget, seed=100 * repeat + budget, noise=0.03)
-                rows.append(trial(f"repeat-{budget}-{repeat}", budget, run.metrics, role="repeat"))
+                rows.append(trial(f"repeat-{budget}-{repeat}", budget, run.metrics, role="repeat", **predicted(budget)))
     iterations, requests = [], []
     for policy in POLICIES if policies else ():
         run = simulate(policy, 128)
@@ -266,10 +281,51 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
         recommendation=recommendation,
         environment=environment,
         profile=profile,
+        tiles=make_tiles(),
         trials=rows,
         iterations=iterations,
         requests=requests,
     )
+
+
+def make_tiles() -> dict[str, object]:
+    """The tile analysis of the simulator's layer, as ``tilebudget tiles --json`` prints it: two operations, the tiles
+    all in the first, counts 16 apart and the one past each edge."""
+    tokens = sorted({*range(16, 1025, 16), *range(65, 1025, 64)})
+    costs = {count: (1.28 * np.ceil(count / 64) / 4, (2 + 0.02 * count) / 4) for count in tokens}
+    layer = {count: sum(parts) for count, parts in costs.items()}
+
+    def edge(op: str, at: int, here_ms: float, next_ms: float) -> dict[str, object]:
+        return {"op": op, "tensor_parallel": 1, "tokens": at, "next_tokens": at + 1, "latency_ms": here_ms,
+                "next_latency_ms": next_ms, "jump_pct": 100 * (next_ms / here_ms - 1), "jump_ms": next_ms - here_ms,
+                "jump_uncertainty_pct": 1.5, "kind": "step", "sustained": True,
+                "explanation": f"{at} is a multiple of 64", "waves": ["64x64: 1 -> 2 waves"]}  # fmt: skip
+
+    def budget(at: int) -> dict[str, object]:
+        after = tokens[tokens.index(at) + 1]
+        more_ms = layer[after] - layer[at]
+        return {"tensor_parallel": 1, "tokens": at, "place": "past_edge" if at % 64 else "edge",
+                "layer_ms": layer[at], "tokens_per_ms": at / layer[at], "tokens_per_ms_if_padded": None,
+                "next_tokens": after, "one_more_pct": 100 * more_ms / layer[at], "one_more_ms": more_ms,
+                "worth_trying": not at % 64, "edge_of": []}  # fmt: skip
+
+    edges = range(64, 961, 64)
+    return {
+        "model": "tiny-llama", "device": "cpu", "dtype": "float32", "tensor_parallel": 1, "num_layers": 4,
+        "layer_ops": ["mlp_up_proj", "mlp_down_proj"], "min_jump_pct": 10.0,
+        "operations": [
+            {"op": "mlp_up_proj", "tensor_parallel": 1, "num_points": len(tokens), "noise_pct": 1.1,
+             "source": "measured", "note": ""},
+            {"op": "mlp_down_proj", "tensor_parallel": 1, "num_points": len(tokens), "noise_pct": 1.2,
+             "source": "transferred", "note": "256x688 is not in the table: interpolated"},
+            {"op": "emb", "tensor_parallel": 1, "num_points": 9, "noise_pct": 0.4, "source": "table", "note": ""},
+        ],
+        "edges": [edge("mlp_up_proj", at, costs[at][0], costs[at + 1][0]) for at in edges],
+        "layer_edges": [edge("layer", at, layer[at], layer[at + 1]) for at in edges],
+        "layer_staircase": [{"tokens": at, "layer_ms": layer[at], "iteration_ms": 4 * layer[at]} for at in tokens],
+        "budgets": [budget(at) for at in tokens if at % 64 < 2 and at < 1024],
+        "notes": ["counts were measured about 16 apart: an edge lies between tokens and next_tokens"],
+    }  # fmt: skip
 
 
 def _labelled(frame: pd.DataFrame, policy: str) -> pd.DataFrame:
