@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -13,12 +15,11 @@ from typing import cast
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NAMES = ("budgets", "tails", "staircase", "timeline", "pipeline", "predictions", "history")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
-#: Runs after the page's own scripts and leaves what it saw in an element.
+#: Runs after the page's own scripts and tells the frame around it what it saw.
 PROBE = """
-<pre id="probe"></pre>
-<script>
 (async () => {
   const copied = [];
   Object.defineProperty(navigator, "clipboard", { value: { writeText: async (text) => void copied.push(text) } });
@@ -49,68 +50,89 @@ PROBE = """
   result.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
   result.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   result.screen = window.innerWidth;
-  if (window.parent !== window) window.parent.postMessage(JSON.stringify(result), "*");
-  document.getElementById("probe").textContent = JSON.stringify(result);
+  result.page = location.href.split("/").pop();
+  window.parent.postMessage(JSON.stringify(result), "*");
 })();
+"""
+#: One launch shows every screen: the report as it is, at two widths and under the dark theme. A frame may be narrower
+#: than Chromium's window ever is.
+FRAMES = """
+<iframe src="plain.html" style="width:1280px;height:900px;border:0"></iframe>
+<iframe src="dark.html" style="width:1280px;height:900px;border:0"></iframe>
+<iframe src="plain.html?phone" style="width:390px;height:900px;border:0"></iframe>
+<pre id="seen"></pre>
+<script>
+  const seen = {};
+  onmessage = (event) => {
+    seen[JSON.parse(event.data).page] = JSON.parse(event.data);
+    document.getElementById("seen").textContent = JSON.stringify(seen);
+  };
 </script>
 """
-#: Shows the copy on a screen of its own width: Chromium's window is never narrower than 500 pixels.
-FRAME = """
-<iframe src="probed.html" style="width:{width}px;height:900px;border:0"></iframe>
-<pre id="probe"></pre>
-<script>onmessage = (event) => (document.getElementById("probe").textContent = event.data)</script>
+#: What a page sees where the reader prefers dark; the theme of the figures follows this query alone.
+DARK = """
+const ask = window.matchMedia.bind(window);
+window.matchMedia = (query) =>
+  query.includes("color-scheme: dark") ? { matches: true, addEventListener: () => {} } : ask(query);
 """
+Seen = dict[str, object]
 
 
-def chromium(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
+def chromium(page: Path, profile: Path) -> tuple[str, list[str]]:
     """The DOM after the page has run, and what it wrote to the console."""
     quiet = (
         "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-dev-shm-usage "
         "--disable-component-update --disable-sync --enable-logging=stderr --v=0 --virtual-time-budget=5000"
     )
-    command = [str(CHROMIUM), *quiet.split(), f"--user-data-dir={profile}", *flags, "--dump-dom", page.as_uri()]
+    command = [str(CHROMIUM), *quiet.split(), f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-def probe(report: Path, folder: Path, *flags: str, frame_width: int | None = None) -> dict[str, object]:
-    """What PROBE saw in a copy of the report, at ``frame_width`` pixels where given."""
-    page = report.read_text(encoding="utf-8")
-    # The page's own policy would refuse the probe's script.
-    page = re.sub(r"<meta http-equiv=[^>]*>", "", page, count=1)
-    copy = folder / "probed.html"
-    copy.write_text(page.replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    if frame_width is not None:
-        outer = folder / "frame.html"
-        outer.write_text(FRAME.format(width=frame_width))
-        copy = outer
-    dom, console = chromium(copy, folder / "profile", *flags)
-    assert console == []
-    found = re.search(r'<pre id="probe">(.+?)</pre>', dom, flags=re.DOTALL)
-    assert found is not None, "the probe did not run"
-    return cast("dict[str, object]", json.loads(unescape(found[1])))
+def allow(page: str, script: str, place: str) -> str:
+    """The page with ``script`` before ``place``, and its hash in the page's own Content-Security-Policy."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = page.replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
+    head, tail = page.split(place, 1)
+    return f"{head}<script>{script}</script>{place}{tail}"
 
 
 @pytest.fixture(scope="module")
-def seen(report: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return probe(report, tmp_path_factory.mktemp("light"), "--window-size=1280,900")
+def screens(report: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Seen], list[str]]:
+    """What PROBE saw on each screen, and the console's lines."""
+    folder = tmp_path_factory.mktemp("screens")
+    plain = allow(report.read_text(encoding="utf-8"), PROBE, "</body>")
+    (folder / "plain.html").write_text(plain, encoding="utf-8")
+    (folder / "dark.html").write_text(allow(plain, DARK, "</head>"), encoding="utf-8")
+    outer = folder / "frames.html"
+    outer.write_text(FRAMES)
+    dom, console = chromium(outer, folder / "profile")
+    found = re.search(r'<pre id="seen">(.+?)</pre>', dom, flags=re.DOTALL)
+    assert found is not None, "no probe reported"
+    return cast("dict[str, Seen]", json.loads(unescape(found[1]))), console
 
 
-def test_the_page_opens_without_a_console_line_under_its_own_policy(report: Path, tmp_path: Path) -> None:
-    dom, console = chromium(report, tmp_path)
-    assert console == []
-    assert dom.count('class="main-svg"') >= 5
+@pytest.fixture(scope="module")
+def seen(screens: tuple[dict[str, Seen], list[str]]) -> Seen:
+    return screens[0]["plain.html"]
 
 
-def test_every_figure_is_drawn_with_data_and_nothing_is_requested(seen: dict[str, object]) -> None:
+def test_the_page_runs_without_a_console_line_under_its_own_policy(
+    screens: tuple[dict[str, Seen], list[str]],
+) -> None:
+    assert set(screens[0]) == {"plain.html", "dark.html", "plain.html?phone"}
+    assert screens[1] == []
+
+
+def test_every_figure_is_drawn_with_data_and_nothing_is_requested(seen: Seen) -> None:
     drawn = cast("dict[str, dict[str, float]]", seen["figures"])
-    assert set(drawn) == {f"plot-{name}" for name in ("budgets", "tails", "timeline", "pipeline", "history")}
+    assert set(drawn) == {f"plot-{name}" for name in NAMES}
     assert min(figure["marks"] for figure in drawn.values()) >= 4
     assert seen["requests"] == []
     assert seen["overflow"] == 0
 
 
-def test_the_table_sorts_by_number_and_by_word_with_missing_values_last(seen: dict[str, object]) -> None:
+def test_the_table_sorts_by_number_and_by_word_with_missing_values_last(seen: Seen) -> None:
     tables = cast("dict[str, dict[str, object]]", seen["sorted"])
     for title, order in (("P99 TBT", "ascending"), ("Throughput", "descending")):
         assert tables[title]["order"] == order
@@ -122,22 +144,21 @@ def test_the_table_sorts_by_number_and_by_word_with_missing_values_last(seen: di
     assert words == sorted(words)
 
 
-def test_each_copy_button_copies_its_command(seen: dict[str, object], report: Path) -> None:
+def test_each_copy_button_copies_its_command(seen: Seen, report: Path) -> None:
     launch = json.loads((report.parent / "recommendation.json").read_text())["launch"]
     assert seen["copied"] == list(launch.values())
     assert seen["label"] == "Copied"
     assert seen["status"] == "Copied the Sarathi-Serve command"
 
 
-def test_figures_follow_the_dark_theme(seen: dict[str, object], report: Path, tmp_path: Path) -> None:
-    dark = probe(report, tmp_path, "--blink-settings=preferredColorScheme=0")
-    for name, figure in cast("dict[str, dict[str, str]]", dark["figures"]).items():
+def test_figures_follow_the_dark_theme(screens: tuple[dict[str, Seen], list[str]], seen: Seen) -> None:
+    for name, figure in cast("dict[str, dict[str, str]]", screens[0]["dark.html"]["figures"]).items():
         light_ink = cast("dict[str, dict[str, str]]", seen["figures"])[name]["ink"]
         assert luminance(figure["ink"]) > 0.4 > luminance(light_ink)
 
 
-def test_a_390_pixel_screen_needs_no_sideways_scrolling(report: Path, tmp_path: Path) -> None:
-    phone = probe(report, tmp_path, frame_width=390)
+def test_a_390_pixel_screen_needs_no_sideways_scrolling(screens: tuple[dict[str, Seen], list[str]]) -> None:
+    phone = screens[0]["plain.html?phone"]
     assert phone["screen"] == 390
     assert phone["overflow"] == 0
     for figure in cast("dict[str, dict[str, float]]", phone["figures"]).values():
