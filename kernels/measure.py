@@ -22,6 +22,8 @@ from .sweep import Sweep
 #: Rotated buffers together hold at least this much, more than the last-level cache of the GPUs in `gpus`.
 ROTATION_BYTES = 256 * 2**20
 NUM_WARMUP = 3
+#: Counts that are measured whatever the time limit says.
+MIN_COUNTS = 4
 
 GemmKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -85,12 +87,15 @@ def measure_gemms(
     tensor_parallel: int = 1,
     kernel: str = "torch",
     repeats: int = 9,
+    time_limit_s: float | None = None,
     on_done: Callable[[int, int], None] | None = None,
 ) -> list[Sweep]:
     """One sweep for each of the four linear layers of ``shape`` on one GPU of ``tensor_parallel``.
 
-    The order of token counts is shuffled, so that drift of the machine does not look like a staircase. ``on_done`` is
-    told (points done, points in all). Raises ValueError for an unknown ``kernel`` or a degree that does not fit.
+    The order of token counts is shuffled, so that drift of the machine does not look like a staircase, and so that the
+    counts measured before ``time_limit_s`` (for all layers together) is spent lie all over the range; the layers then
+    share the counts that every one of them has. ``on_done`` is told (points done, points in all). Raises ValueError
+    for an unknown ``kernel`` or a degree that does not fit.
     """
     if kernel not in GEMM_KERNELS:
         raise ValueError(f"kernel={kernel!r}: must be one of {', '.join(GEMM_KERNELS)}")
@@ -98,9 +103,12 @@ def measure_gemms(
     if not counts or counts[0] < 1:
         raise ValueError(f"tokens={counts[:1]}: must be one or more counts of at least 1")
     layers = shape.gemms(tensor_parallel)
-    sweeps = []
+    measured = {}
+    began_s = perf_counter()
     for place, (op, (n, k)) in enumerate(layers.items()):
-        timings = _measure_layer(
+        spent_s = perf_counter() - began_s
+        left_s = None if time_limit_s is None else (time_limit_s - spent_s) / (len(layers) - place)
+        measured[op] = _measure_layer(
             GEMM_KERNELS[kernel],
             n,
             k,
@@ -108,20 +116,22 @@ def measure_gemms(
             device,
             dtype,
             repeats,
+            left_s,
             None if on_done is None else _shifted(on_done, place * len(counts), len(layers) * len(counts)),
         )
-        sweeps.append(
-            Sweep(
-                op=op,
-                tensor_parallel=tensor_parallel,
-                tokens=np.array(counts),
-                latency_ms=np.array([timings[count].median_ms for count in counts]),
-                std_ms=np.array([timings[count].std_ms for count in counts]),
-                source="measured",
-                note=f"{kernel}, n={n}, k={k}, median of {repeats}",
-            )
+    common = [count for count in counts if all(count in timings for timings in measured.values())]
+    return [
+        Sweep(
+            op=op,
+            tensor_parallel=tensor_parallel,
+            tokens=np.array(common),
+            latency_ms=np.array([timings[count].median_ms for count in common]),
+            std_ms=np.array([timings[count].std_ms for count in common]),
+            source="measured",
+            note=f"{kernel}, n={layers[op][0]}, k={layers[op][1]}, median of {repeats}",
         )
-    return sweeps
+        for op, timings in measured.items()
+    ]
 
 
 @torch.inference_mode()
@@ -133,6 +143,7 @@ def _measure_layer(
     device: torch.device,
     dtype: torch.dtype,
     repeats: int,
+    time_limit_s: float | None,
     on_done: Callable[[int], None] | None,
 ) -> dict[int, Timing]:
     copies = max(2, min(repeats, -(-ROTATION_BYTES // (n * k * dtype.itemsize))))
@@ -140,7 +151,11 @@ def _measure_layer(
     inputs = torch.randn(counts[-1], k, device=device).to(dtype)
     order = np.random.default_rng(0).permutation(len(counts))
     timings: dict[int, Timing] = {}
+    began_s = perf_counter()
     for done, place in enumerate(order.tolist(), start=1):
+        # The order is the same for every layer, so what one has measured the others have first.
+        if time_limit_s is not None and len(timings) >= MIN_COUNTS and perf_counter() - began_s > time_limit_s:
+            break
         x = inputs[: counts[place]]
         timings[counts[place]] = time_calls(
             lambda index, x=x: run(x, weights[index % copies]),  # type: ignore[misc]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tilebudget.kernels.measure import measure_gemms, time_calls, token_grid
+from tilebudget.kernels.measure import MIN_COUNTS, measure_gemms, time_calls, token_grid
 from tilebudget.kernels.model_shape import ModelShape
 
 SHAPE = ModelShape(
@@ -23,6 +23,12 @@ def test_every_layer_is_measured_at_every_count() -> None:
         assert sweep.source == "measured"
     assert told[-1] == (12, 12)
     assert [done for done, _ in told] == list(range(1, 13))
+
+
+def test_a_time_limit_leaves_counts_that_all_layers_share() -> None:
+    sweeps = measure_gemms(SHAPE, tokens=range(1, 65), device=CPU, dtype=torch.float32, repeats=2, time_limit_s=0.0)
+    assert {tuple(sweep.tokens.tolist()) for sweep in sweeps} == {tuple(sweeps[0].tokens.tolist())}
+    assert len(sweeps[0].tokens) == MIN_COUNTS
 
 
 def test_calls_rotate_after_a_warm_up() -> None:
