@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..engine import POLICY_NAMES, RunRecord
+from ..engine.modelled_executor import ModelledExecutor
 from .problem import Problem
 from .selection import Choice, Contender, choose, promising, shortlist
 from .space import Candidate
@@ -61,7 +62,7 @@ def _interleave(
 ) -> list[RunPair]:
     """Every candidate once per round, in alternating order, so that drift of the machine hits all of them alike."""
     # A modelled device gives the same figures every time.
-    repeats = 1 if problem.executor.virtual_time else problem.config.repeats
+    repeats = 1 if isinstance(problem.executor, ModelledExecutor) else problem.config.repeats
     planned = len(batch) * repeats
     runs: list[RunPair] = []
     for repeat in range(repeats):

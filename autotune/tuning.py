@@ -79,7 +79,7 @@ def tune(
         identity=config.identity(),
         variance_metric=problem.variance_metric,
         seed=config.seed,
-        num_parallel=num_workers() if executor.virtual_time else 1,
+        num_parallel=num_workers() if isinstance(executor, ModelledExecutor) else 1,
     )
     report_progress = progress or (lambda phase, done, planned, row: None)
 

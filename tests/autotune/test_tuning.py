@@ -170,7 +170,7 @@ def test_settings_are_checked_by_name() -> None:
         tune(min_budget=4)
     with pytest.raises(ValueError, match="dtype='int4': must be one of auto, fp32, bf16, fp16"):
         tune(dtype="int4")
-    with pytest.raises(ValueError, match="device='tpu': must be auto or one of cuda, cpu"):
+    with pytest.raises(ValueError, match="device='tpu': must be one of auto, cpu, cuda"):
         tune(device="tpu")
 
 
