@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from .kv_pages import LayerPages
-from .model_input import Spans
+from .model_input import Int64Array, Spans
 
 #: Below this share of owned pages in the span of the pool that decodes touch, the pages are copied out instead: a
 #: copy moves about 2.5 times the bytes of reading in place.
@@ -47,13 +47,12 @@ class DecodeAttention:
 
     def __init__(self, spans: Spans, device: torch.device) -> None:
         count, block_size = spans.num_decodes, spans.block_size
-        kv_lens = spans.kv_lens[:count]
-        num_pages = -(-kv_lens // block_size)
+        num_pages = _num_pages(spans)
         held = np.arange(int(num_pages.max())) < num_pages[:, None]
-        pages = spans.blocks[:count, : held.shape[1]][held].astype(np.int64)  # in order of owner
+        table = spans.blocks[:count, : held.shape[1]].astype(np.int64)
+        pages = table[held]  # in order of owner
         low, high = int(pages.min()), int(pages.max()) + 1
         in_place = len(pages) >= MIN_IN_PLACE_SHARE * (high - low)
-        self._span = slice(low, high) if in_place else None
         local = pages - low if in_place else np.arange(len(pages))
         num_scored = high - low if in_place else len(pages)
 
@@ -61,22 +60,44 @@ class DecodeAttention:
         # Pages of nobody (free, or a prompt in the making) get scored too, by owner 0, and are then left out.
         owner = np.zeros(num_scored, dtype=np.int64)
         owner[local] = np.repeat(np.arange(count), num_pages)
-        tail_mask = np.zeros((num_scored, block_size), dtype=np.float32)
-        last = local[first + num_pages - 1]
-        filled = kv_lens - (num_pages - 1) * block_size
-        tail_mask[last] = np.where(np.arange(block_size) < filled[:, None], 0.0, -np.inf)
         page_of = np.zeros(held.shape, dtype=np.int64)
         page_of[held] = local
 
         self._count = count
         self._block_size = block_size
+        self._table = table
+        self._num_pages = num_pages
+        self._last = local[first + num_pages - 1]
+        self._mask = np.zeros((num_scored, 1, block_size), dtype=np.float32)
+        self._mask_tails(spans)
+
+        self._span = slice(low, high) if in_place else None
         self._pages = None if in_place else torch.from_numpy(pages).to(device)
         self._owned = torch.from_numpy(local).to(device)
         self._first = torch.from_numpy(first).to(device)
         self._owner = torch.from_numpy(owner).to(device)
-        self._tail_mask = torch.from_numpy(tail_mask[:, None]).to(device)
+        self._tail_mask = torch.from_numpy(self._mask).to(device)
         self._page_of = torch.from_numpy(page_of).to(device)
         self._missing = torch.from_numpy(~held[:, :, None]).to(device)
+
+    def advance(self, spans: Spans) -> bool:
+        """Take the next iteration's spans where the decodes hold the same pages as before; False where they do not.
+
+        Most iterations only add one token to each last page, and need no new indices.
+        """
+        if self._tail_mask.device.type != "cpu" or spans.num_decodes != self._count:
+            return False
+        num_pages = _num_pages(spans)
+        if spans.block_size != self._block_size or not np.array_equal(num_pages, self._num_pages):
+            return False
+        if not np.array_equal(spans.blocks[: self._count, : self._table.shape[1]], self._table):
+            return False
+        self._mask_tails(spans)  # the tensor shares the array's memory
+        return True
+
+    def _mask_tails(self, spans: Spans) -> None:
+        filled = spans.kv_lens[: self._count] - (self._num_pages - 1) * self._block_size
+        self._mask[self._last, 0] = np.where(np.arange(self._block_size) < filled[:, None], 0.0, -np.inf)
 
     def __call__(self, q: Tensor, cache: LayerPages) -> Tensor:
         """Attention output ``[num decodes, num_heads * head_dim]`` for q ``[num decodes, num_heads, head_dim]``."""
@@ -102,6 +123,11 @@ class DecodeAttention:
         mixed = torch.bmm(weights.to(q.dtype).view(*by_group, block_size), values.view(-1, block_size, head_dim))
         # Sums the pages of each owner: an embedding bag is torch's fast ragged sum.
         return F.embedding_bag(self._owned, mixed.view(num_pages, -1), self._first, mode="sum")
+
+
+def _num_pages(spans: Spans) -> Int64Array:
+    pages: Int64Array = (spans.kv_lens[: spans.num_decodes] + (spans.block_size - 1)) // spans.block_size
+    return pages
 
 
 class ChunkAttention:
@@ -159,11 +185,21 @@ def causal_band(reach: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class PagedAttention:
-    """Attention of one whole iteration; built once from its spans, then called for each layer."""
+    """Attention of one whole iteration; built once from its spans, then called for each layer.
 
-    def __init__(self, spans: Spans, device: torch.device, mask: Tensor | None) -> None:
+    ``previous``, the iteration before on the same cache, lends its page indices where they still hold; it must not
+    be called again.
+    """
+
+    def __init__(
+        self, spans: Spans, device: torch.device, mask: Tensor | None, previous: PagedAttention | None = None
+    ) -> None:
         self._num_decodes = spans.num_decodes
-        self._decodes = DecodeAttention(spans, device) if spans.num_decodes else None
+        self._decodes: DecodeAttention | None = None
+        if spans.num_decodes:
+            self._decodes = previous._decodes if previous is not None else None
+            if self._decodes is None or not self._decodes.advance(spans):
+                self._decodes = DecodeAttention(spans, device)
         self._chunks = [ChunkAttention(spans, place, device) for place in range(spans.num_decodes, len(spans.num_rows))]
         self._mask = mask
 

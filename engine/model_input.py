@@ -48,42 +48,41 @@ class ModelInput:
 def build_input(batch: Batch, kv: BlockManager, device: torch.device) -> ModelInput:
     """Lay ``batch`` out in rows, decodes first. Sequences must carry token ids and hold their blocks."""
     decodes, chunks = batch.decodes, batch.chunks
-    num_decodes, num_sequences = len(decodes), len(decodes) + len(chunks)
-    sequences = [*decodes, *chunks]
-    computed = np.array([sequence.num_computed for sequence in sequences], dtype=np.int64)
-    slots = np.array([sequence.slot for sequence in sequences], dtype=np.int64)
-    num_rows = np.ones(num_sequences, dtype=np.int64)
-    num_rows[num_decodes:] = batch.chunk_tokens
-    first_row = np.cumsum(num_rows) - num_rows
-    total = int(num_rows.sum())
-
-    token_ids = np.empty(total, dtype=np.int64)
-    token_ids[:num_decodes] = [_ids(sequence)[sequence.num_computed] for sequence in decodes]
-    ends_prefill = np.ones(num_sequences, dtype=bool)
-    for place, (sequence, tokens) in enumerate(zip(chunks, batch.chunk_tokens, strict=True), start=num_decodes):
-        row, begin = first_row[place], sequence.num_computed
-        token_ids[row : row + tokens] = _ids(sequence)[begin : begin + tokens]
-        ends_prefill[place] = begin + tokens == sequence.num_tokens
-
-    owner = np.repeat(np.arange(num_sequences), num_rows)
-    positions = np.arange(total) + np.repeat(computed - first_row, num_rows)
-    place_in_table, offsets = np.divmod(positions, kv.block_size)
-    pages = kv.block_table[slots[owner], place_in_table].astype(np.int64)
+    count = len(decodes)
+    sequences = [*decodes, *chunks] if chunks else decodes
+    slots = np.array([sequence.slot for sequence in sequences])
+    computed = np.array([sequence.num_computed for sequence in sequences])
+    token_ids = np.array([_ids(sequence)[sequence.num_computed] for sequence in decodes], dtype=np.int64)
+    num_rows = np.array([1] * count + list(batch.chunk_tokens))
     kv_lens = computed + num_rows
+    blocks = kv.block_table[slots, : kv.blocks_for(int(kv_lens.max()))]
+    if chunks:
+        pieces = [_ids(s)[s.num_computed : s.num_computed + n] for s, n in zip(chunks, batch.chunk_tokens, strict=True)]
+        token_ids = np.concatenate([token_ids, *pieces])
+        ends = np.cumsum(num_rows)
+        first_row = ends - num_rows
+        owner = np.repeat(np.arange(len(sequences)), num_rows)
+        positions = np.arange(len(token_ids)) + (kv_lens - ends)[owner]
+        finishing = [n == s.num_uncomputed for s, n in zip(chunks, batch.chunk_tokens, strict=True)]
+        emit_rows = ends[[True] * count + finishing] - 1
+    else:  # one row each: everything above is what it starts from
+        first_row = owner = emit_rows = np.arange(count)
+        positions = computed
+    place = positions // kv.block_size
+    pages = blocks[owner, place].astype(np.int64)
     spans = Spans(
-        num_decodes=num_decodes,
+        num_decodes=count,
         first_row=first_row,
         num_rows=num_rows,
         kv_lens=kv_lens,
-        blocks=kv.block_table[slots, : kv.blocks_for(int(kv_lens.max()))],
+        blocks=blocks,
         block_size=kv.block_size,
     )
-    emit_rows = (first_row + num_rows - 1)[ends_prefill]
     return ModelInput(
         token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
         pages=torch.from_numpy(pages).to(device),
-        offsets=torch.from_numpy(offsets).to(device),
+        offsets=torch.from_numpy(positions - place * kv.block_size).to(device),
         emit_rows=torch.from_numpy(emit_rows).to(device),
         spans=spans,
     )

@@ -31,6 +31,9 @@ class PagedKV(Protocol):
     def plan(self, step: ModelInput) -> Attend:
         """The attention of one iteration, to be called for each layer in turn."""
 
+    def prepare(self, *, max_query_len: int, max_context_len: int) -> None:
+        """Pay now for whatever iterations within these bounds would otherwise pay for on their first run."""
+
     def clear(self) -> None:
         """Back to zeros."""
 
@@ -123,11 +126,12 @@ class TorchPagedKV:
         self._device = device
         self._frequencies = rope_frequencies(config.rope, config.head_dim).to(device)
         self._band: Tensor | None = None
+        self._attention: PagedAttention | None = None
 
     def plan(self, step: ModelInput) -> Attend:
         """The attention of one iteration: angles, masks and page indices are made here, once for all layers."""
         config, layers = self._config, self.pages.layers
-        attention = PagedAttention(step.spans, self._device, self._mask(step))
+        self._attention = attention = PagedAttention(step.spans, self._device, self._mask(step), self._attention)
         angles = (step.positions[:, None].float() * self._frequencies)[:, None]
         cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
@@ -139,6 +143,9 @@ class TorchPagedKV:
             return attention(q, k, v, layers[index])
 
         return attend
+
+    def prepare(self, *, max_query_len: int, max_context_len: int) -> None:
+        """Nothing: torch's operations are compiled already."""
 
     def clear(self) -> None:
         """Back to zeros."""

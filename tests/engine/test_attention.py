@@ -146,3 +146,46 @@ def test_scores_far_apart_do_not_underflow() -> None:
     """Scores some hundreds apart: whole pages weigh nothing, and the result is still exact and not 0 / 0."""
     got, expected = run(kv_lens=[40, 61, 50], num_rows=[1, 1, 9], q_scale=300.0)
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)  # fp32 scores of 1000 are 6e-5 apart
+
+
+def decode_spans(kv_lens: list[int], blocks: list[list[int]]) -> Spans:
+    count = len(kv_lens)
+    return Spans(
+        num_decodes=count,
+        first_row=np.arange(count),
+        num_rows=np.ones(count, dtype=np.int64),
+        kv_lens=np.array(kv_lens),
+        blocks=np.array(blocks, dtype=np.int32),
+        block_size=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_lens", "blocks", "reused"),
+    [
+        ([7, 3], [[4, 1], [2, 9]], True),  # one more token in each last page; a stale entry is the same
+        ([5, 2], [[4, 1], [2, 9]], True),  # recomputed after a preemption into the very same pages, shorter
+        ([9, 3], [[4, 1, 0], [2, 9, 0]], False),  # a new page
+        ([7, 3], [[4, 3], [2, 9]], False),  # another sequence of the same length
+        ([7], [[4, 1]], False),  # one has finished
+    ],
+)
+def test_next_iteration_reuses_indices_only_where_they_hold(
+    kv_lens: list[int], blocks: list[list[int]], reused: bool
+) -> None:
+    pages = KVPages(
+        num_layers=1, num_blocks=12, block_size=4, num_kv_heads=2, head_dim=HEAD_DIM, dtype=torch.float32, device=CPU
+    )
+    generator = torch.Generator().manual_seed(1)
+    layer = pages.layers[0]
+    layer.keys.normal_(generator=generator)
+    layer.values.normal_(generator=generator)
+    q = torch.randn((len(kv_lens), 4, HEAD_DIM), generator=generator)
+    k = torch.zeros((len(kv_lens), 2, HEAD_DIM))
+
+    before = PagedAttention(decode_spans([6, 2], [[4, 1], [2, 9]]), CPU, None)
+    after = PagedAttention(decode_spans(kv_lens, blocks), CPU, None, before)
+    fresh = PagedAttention(decode_spans(kv_lens, blocks), CPU, None)
+
+    assert (after._decodes is before._decodes) == reused
+    assert torch.equal(after(q, k, k, layer), fresh(q, k, k, layer))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from tilebudget.engine import POLICY_NAMES, Batch, Engine, EngineConfig, Request, StepResult, Workload
+from tilebudget.engine.model import Model
 from tilebudget.engine.torch_executor import TorchExecutor
 from torch import Tensor
 
@@ -20,8 +20,17 @@ ROOMY, TIGHT = None, 18  # KV blocks of 4 tokens: 18 hold any one request but no
 class RecordingExecutor(TorchExecutor):
     """Keeps the logits of every emitted token, by request."""
 
-    logits: dict[int, list[Tensor]]
-    _last: Tensor
+    def __init__(self, model: Model, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        self.logits: dict[int, list[Tensor]] = {}
+        self._last = torch.empty(0)
+        forward = model.forward
+
+        def record(*args: Any) -> Tensor:
+            self._last = forward(*args)
+            return self._last
+
+        model.forward = record  # type: ignore[assignment,method-assign]
 
     def execute(self, batch: Batch) -> StepResult:
         ended = [
@@ -33,10 +42,6 @@ class RecordingExecutor(TorchExecutor):
         for sequence, row in zip([*batch.decodes, *ended], self._last, strict=True):
             self.logits.setdefault(sequence.index, []).append(row)
         return result
-
-    def _sample(self, logits: Tensor) -> npt.NDArray[np.int64]:
-        self._last = logits.clone()
-        return super()._sample(logits)
 
 
 @pytest.fixture(scope="module")
