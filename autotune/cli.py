@@ -59,7 +59,10 @@ Device = Annotated[
 ]
 Kernels = Annotated[
     str | None,
-    typer.Option(help="vllm, sglang or trtllm: whose kernels a modelled device runs. Default: the first measured."),
+    typer.Option(
+        help="torch, triton or auto (the faster of the two by operation) here; vllm, sglang or trtllm: whose kernels a "
+        "modelled device runs. Default: auto, or the first measured."
+    ),
 ]
 Dtype = Annotated[
     str,

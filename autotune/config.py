@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine import POLICY_NAMES
+from ..engine.config import KERNELS
 from ..kernels.silicon import FRAMEWORKS
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8")
@@ -29,7 +30,8 @@ class TuneConfig:
 
     model: preset name or a Hugging Face folder. device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``, or a
     system of the silicon tables (``h200_sxm``), whose ``kernels`` (vllm, sglang, trtllm; None takes the first that was
-    measured) and ``tensor_parallel`` degree then are modelled, not run.
+    measured) and ``tensor_parallel`` degree then are modelled, not run. On a device here ``kernels`` is torch, triton
+    or auto, which None means: the faster of the two, operation by operation (torch on a CPU).
     num_requests, max_num_seqs, max_model_len, num_trials: None takes DEFAULTS_BY_DEVICE; a modelled device then serves
     a ``trace`` whole.
     workload: preset name, used when there is no ``trace`` file. ``num_requests`` of it, arriving as
@@ -88,10 +90,9 @@ class TuneConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(str, choices))}")
         if self.arrivals is not None and self.arrivals not in ARRIVALS:
             raise ValueError(f"arrivals={self.arrivals!r}: must be one of {', '.join(ARRIVALS)}")
-        if self.kernels is not None and not self.modelled:
-            raise ValueError(f"kernels={self.kernels!r}: is for modelled devices, device={self.device!r} is not one")
-        if self.kernels is not None and self.kernels not in FRAMEWORKS:
-            raise ValueError(f"kernels={self.kernels!r}: must be one of {', '.join(FRAMEWORKS)}")
+        kernels = FRAMEWORKS if self.modelled else KERNELS
+        if self.kernels is not None and self.kernels not in kernels:
+            raise ValueError(f"kernels={self.kernels!r}: must be one of {', '.join(kernels)} on device={self.device!r}")
         if self.tensor_parallel != 1 and not self.modelled:
             raise ValueError(
                 f"tensor_parallel={self.tensor_parallel}: must be 1 on {self.device}; modelled devices take more"

@@ -117,6 +117,7 @@ def make_executor(config: TuneConfig) -> Executor:
         dtype=DEFAULT_DTYPES[name] if config.dtype == "auto" else config.dtype,
         seed=config.seed,
         num_threads=config.num_threads,
+        kernels=config.kernels or "auto",
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: What runs the model on a device here; see ``engine.kernel_choice``.
+KERNELS = ("auto", "torch", "triton")
+
 POLICY_NAMES = ("faster_transformer", "orca", "vllm_v0", "sarathi")
 
 
