@@ -33,6 +33,7 @@ def vllm_args(
         "tensor_parallel_size": tensor_parallel,
         "pipeline_parallel_size": pipeline_parallel,
         "enable_chunked_prefill": True,
+        **_quantization(dtype),
     }
 
 
@@ -60,7 +61,13 @@ def sglang_args(
         "dtype": VLLM_DTYPES.get(dtype, "auto"),
         "tp_size": tensor_parallel,
         "pp_size": pipeline_parallel,
+        **_quantization(dtype),
     }
+
+
+def _quantization(dtype: str) -> dict[str, Argument]:
+    """vLLM and SGLang take fp8 as a quantization of the weights, not as a dtype."""
+    return {"quantization": "fp8"} if dtype == "fp8" else {}
 
 
 def trtllm_args(

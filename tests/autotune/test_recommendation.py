@@ -9,6 +9,7 @@ from tilebudget.autotune import (
     Recommendation,
     RecommendationMismatchError,
     RecommendationNotFoundError,
+    exports,
     load_recommendation,
     save_recommendation,
 )
@@ -142,3 +143,16 @@ def test_sarathi_and_launch_lines() -> None:
         make(budget=None).vllm_args()
     with pytest.raises(ValueError, match="format='tgi': must be one of vllm, sglang"):
         make().export("tgi")
+
+
+def test_fp8_is_a_quantization_for_vllm_and_sglang() -> None:
+    settings = {
+        "token_budget": 1024,
+        "max_num_seqs": 128,
+        "max_model_len": 4096,
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+    }
+    for arguments in (exports.vllm_args, exports.sglang_args):
+        assert arguments(dtype="fp8", **settings)["quantization"] == "fp8"
+        assert "quantization" not in arguments(dtype="bf16", **settings)
