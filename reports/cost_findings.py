@@ -48,7 +48,7 @@ def token_cost_finding(folder: RunFolder) -> str:
 def jump(change_pct: float, uncertainty_pct: float | None = None) -> str:
     """``+105% ± 2.7%``: a change with its sign, and one standard error where it is known."""
     text = f"{'−' if change_pct < 0 else '+'}{percent(abs(change_pct) / 100)}"
-    return f"{text} ± {percent(uncertainty_pct / 100)}" if uncertainty_pct else text
+    return f"{text}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{percent(uncertainty_pct / 100)}" if uncertainty_pct else text
 
 
 def _budget_sentence(answer: Answer, stairs: TokenStaircase) -> str:

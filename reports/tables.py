@@ -73,10 +73,13 @@ def trial_columns(folder: RunFolder) -> tuple[Column, ...]:
 def trial_rows(folder: RunFolder) -> list[TrialRow]:
     """Every engine run of the study in order of its start, policy runs included."""
     runs = folder.trials.sort_values("started_at", kind="stable")
-    return [_trial_row(folder, place, row) for place, (_, row) in enumerate(runs.iterrows(), start=1)]
+    predicted = folder.has_predictions
+    return [
+        _trial_row(folder, place, row, predicted=predicted) for place, (_, row) in enumerate(runs.iterrows(), start=1)
+    ]
 
 
-def _trial_row(folder: RunFolder, place: int, row: pd.Series) -> TrialRow:
+def _trial_row(folder: RunFolder, place: int, row: pd.Series, *, predicted: bool) -> TrialRow:
     ended = outcome(str(row["state"]), row["feasible"])
     budget = float(row["token_budget"])
     tone = {"failed": "failed", "stopped early": "stopped"}.get(ended, "")
@@ -92,11 +95,11 @@ def _trial_row(folder: RunFolder, place: int, row: pd.Series) -> TrialRow:
             _word(POLICY_NAMES.get(str(row["policy"]), str(row["policy"]))),
             _word(ended),
             *(_figure(row[f"tbt_{level}_ms"]) for level in ("p50", "p99")),
-            *((_figure(row["predicted_tbt_p99_ms"]),) if folder.has_predictions else ()),
+            *((_figure(row["predicted_tbt_p99_ms"]),) if predicted else ()),
             *(_figure(row[f"tbt_{level}_ms"]) for level in ("p999", "max")),
             _figure(row["ttft_p50_ms"]),
             _rate(row["total_tokens_per_s"]),
-            *((_rate(row["predicted_total_tokens_per_s"]),) if folder.has_predictions else ()),
+            *((_rate(row["predicted_total_tokens_per_s"]),) if predicted else ()),
             _rate(row["output_tokens_per_s"]),
             Cell(text=percent(row["bubble_fraction_4"], 1).removesuffix("%"), key=_key(row["bubble_fraction_4"])),
             _figure(row["iteration_cv"]),

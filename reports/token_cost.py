@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import ceil, floor, log2, log10
+from itertools import pairwise
+from math import ceil, floor, log, log2, log10
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,9 @@ from .text import KIND_NAMES, listing
 #: So many of the largest steps carry their jump in print.
 NUM_NAMED_STEPS = 5
 #: A printed jump takes this share of the width of the axis on a narrow screen.
-LABEL_SHARE = 0.18
+LABEL_SHARE = 0.15
+#: Between neighbouring points of a line no more than this factor in tokens.
+FILL_RATIO = 1.06
 
 
 def draw_token_cost(folder: RunFolder) -> Drawing:
@@ -36,8 +39,7 @@ def draw_token_cost(folder: RunFolder) -> Drawing:
     low, high = studied_range(folder, stairs)
     shown = (stairs.tokens >= low) & (stairs.tokens <= high)
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.56, 0.44])
-    per_ms = (stairs.tokens / stairs.layer_ms)[shown]
-    _add_curves(figure, stairs.tokens[shown], stairs.layer_ms[shown], per_ms)
+    _add_curves(figure, stairs.tokens[shown], stairs.layer_ms[shown])
     edges = edges_within(stairs.edges, low, high)
     _add_edges(figure, edges, folder.answer.token_budget, low, high)
     _add_candidates(figure, stairs, folder.candidates)
@@ -58,32 +60,46 @@ def _note(stairs: TokenStaircase) -> str:
     rest = f" Transferred from neighbouring shapes: {listing(derived)}." if derived else ""
     return (
         f"{subject[:1].upper()}{subject[1:]}, TP {stairs.tensor_parallel}. A layer is {listing(stairs.layer_ops)}: "
-        f"attention is not in it. Dots are measured or tabulated counts, lines only join them.{rest}"
+        f"attention is not in it. Dots are measured or tabulated counts; "
+        f"the lines let latency run straight from one to the next.{rest}"
     )
 
 
-def _add_curves(
-    figure: go.Figure,
-    tokens: npt.NDArray[np.int64],
-    layer_ms: npt.NDArray[np.float64],
-    per_ms: npt.NDArray[np.float64],
-) -> None:
-    for row, values, unit in ((1, layer_ms, "ms a layer"), (2, per_ms, "tokens/ms")):
+def _add_curves(figure: go.Figure, tokens: npt.NDArray[np.int64], layer_ms: npt.NDArray[np.float64]) -> None:
+    """The measured counts, and lines along which latency runs straight from one to the next in both panels."""
+    dense = _fill(tokens)
+    dense_ms = np.interp(dense, tokens, layer_ms)
+    heights = ((1, dense_ms, layer_ms, "ms a layer"), (2, dense / dense_ms, tokens / layer_ms, "tokens/ms"))
+    for row, line, marks, unit in heights:
+        shared = {"legendgroup": "layer", "hoverinfo": "skip"}
+        figure.add_trace(
+            go.Scatter(x=dense, y=line, mode="lines", line={"color": MUTED, "width": 1.25}, showlegend=False, **shared),
+            row=row,
+            col=1,
+        )
         figure.add_trace(
             go.Scatter(
                 x=tokens,
-                y=values,
+                y=marks,
                 name="layer",
                 legendgroup="layer",
                 showlegend=row == 1,
-                mode="lines+markers",
-                line={"color": MUTED, "width": 1.25},
-                marker={"size": 3.5, "color": MUTED},
+                mode="markers",
+                marker={"size": 4, "color": MUTED},
                 hovertemplate=f"%{{x}} tokens: %{{y:.4~g}} {unit}<extra></extra>",
             ),
             row=row,
             col=1,
         )
+
+
+def _fill(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The counts with more between those that lie wide apart, so that a straight line bends as the axes do."""
+    parts = [
+        np.linspace(low, high, max(1, ceil(log(high / low) / log(FILL_RATIO))), endpoint=False)
+        for low, high in pairwise(tokens.tolist())
+    ]
+    return np.concatenate([*parts, tokens[-1:]])
 
 
 def _add_edges(figure: go.Figure, edges: list[Edge], budget: int | None, low: float, high: float) -> None:

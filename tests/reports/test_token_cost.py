@@ -28,9 +28,9 @@ def study() -> Folder:
 def test_the_finding_is_the_arithmetic_of_the_simulated_layer(tmp_path: Path, study: Folder) -> None:
     """A layer of the simulator takes (2 + 0.02 n + 1.28 ⌈n/64⌉)/4 ms: 1.78 at 128 tokens, 2.105 at 129."""
     assert token_cost_finding(read(tmp_path, study)) == (
-        "At the recommended budget 128 a layer takes 1.78 ms; one more token makes it 2.10 ms, +18% ± 1.5% "
+        "At the recommended budget 128 a layer takes 1.78 ms; one more token makes it 2.10 ms, +18% ± 1.5% "
         "(1.30 ms in 4 layers). Its 71.9 tokens/ms are more than any smaller count has. "
-        "Of 15 steps in the range drawn, the largest is 64 → 65: +29% ± 1.5%."
+        "Of 15 steps in the range drawn, the largest is 64 → 65: +29% ± 1.5%."
     )
 
 
@@ -60,6 +60,7 @@ def test_the_figure_draws_the_points_the_edges_and_the_budgets(tmp_path: Path, s
     tiles = json.loads((tmp_path / "tiles.json").read_text())
     points = [(row["tokens"], row["layer_ms"]) for row in tiles["layer_staircase"] if row["tokens"] >= 32]
     by_name = {(trace.name, trace.yaxis): trace for trace in figure.data}
+    line = next(trace for trace in figure.data if trace.name is None and trace.yaxis == "y2")
     for axis, values in (("y", [ms for _, ms in points]), ("y2", [tokens / ms for tokens, ms in points])):
         np.testing.assert_array_equal(by_name["layer", axis].x, [tokens for tokens, _ in points])
         np.testing.assert_allclose(by_name["layer", axis].y, values)
@@ -69,6 +70,9 @@ def test_the_figure_draws_the_points_the_edges_and_the_budgets(tmp_path: Path, s
     middle = by_name["budget tried: mid-tile", "y"]
     np.testing.assert_allclose(middle.y, [(2 + 0.02 * n + 1.28 * -(-n // 64)) / 4 for n in (96, 160)])
     assert {shape.x0 for shape in figure.layout.shapes} == {128}
+    # The line of the lower panel passes through the budget that lies between two counts.
+    rate = by_name["budget tried: mid-tile", "y2"].y[0]
+    np.testing.assert_allclose(np.interp(96, line.x, line.y), rate)
     labels = [note.text for note in figure.layout.annotations if note.name == "step"]
     assert labels[0] == "+18%"  # the step at the recommended budget comes first
     assert "+29%" in labels
@@ -85,7 +89,7 @@ def test_a_budget_between_two_counts_says_so_on_hover(tmp_path: Path, study: Fol
 def test_the_tables_hold_the_edges_the_budgets_and_every_source(tmp_path: Path, study: Folder) -> None:
     edges, budgets, sources = cost_tables(read(tmp_path, study))
     # mlp_up_proj holds the tiles alone: its step after 64 tokens doubles it.
-    assert edges.rows[0][:5] == ("mlp_up_proj", "64", "65", "0.320 → 0.640", "+100% ± 1.5%")
+    assert edges.rows[0][:5] == ("mlp_up_proj", "64", "65", "0.320 → 0.640", "+100% ± 1.5%")
     assert edges.rows[0][5] == "64 is a multiple of 64; a tile of 64x64: 1 → 2 waves"
     assert edges.note == "18 smaller steps of the range drawn not listed."
     assert budgets.marked is not None
