@@ -20,14 +20,14 @@ from ..engine.metrics import compute_metrics
 from ..engine.traces import load_prompts
 from ..kernels.errors import TileBudgetError
 from ..reports import build_report
-from .config import DEFAULTS_BY_DEVICE, TuneConfig
+from .config import DEFAULTS_BY_DEVICE, HOST_DEVICES, TuneConfig
 from .console import TuneProgress, counting_progress, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
 from .problem import load_workload, workload_summary
 from .recommendation import FORMATS, Recommendation
 from .run_folder import default_run_dir
 from .store import load_recommendation
-from .tiles import analyse_device, analyse_sweep_file
+from .tiles import analyse_device, analyse_sweep_file, predict_configs
 from .tuning import tune
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -238,7 +238,11 @@ def tiles_command(
         str, typer.Option(help="auto, cpu or cuda (measured here), or a system of the silicon tables such as h200_sxm.")
     ] = "auto",
     kernels: Annotated[
-        str | None, typer.Option(help="torch or triton for a device here; vllm, sglang or trtllm for a table.")
+        str | None,
+        typer.Option(
+            help="torch or triton for a device here; vllm, sglang or trtllm for a table; triton for the "
+            "configurations that our own kernels would use on a GPU that is not here (arithmetic)."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16 for a device here; bf16 or fp8 for a table.")] = "auto",
     model: Model = DEFAULT.model,
@@ -250,6 +254,12 @@ def tiles_command(
     as_json: Json = False,
 ) -> None:
     """Show where one more token costs a step, and the budgets worth trying."""
+    if sweep is None and kernels == "triton" and device not in HOST_DEVICES:
+        configs = predict_configs(
+            model, device=device, dtype=dtype, tensor_parallel=tensor_parallel or 1, max_tokens=max_tokens
+        )
+        print(json.dumps(configs.to_json()) if as_json else configs.to_text())
+        return
     if sweep is not None:
         analysis = analyse_sweep_file(sweep, tensor_parallel=tensor_parallel, min_jump_pct=min_jump_pct)
     else:

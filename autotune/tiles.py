@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ..engine.device import DTYPES
 from ..engine.hf_config import resolve_model
+from ..kernels.config_map import MEASURED_TOKENS, ConfigMap, measured_map, predicted_map
 from ..kernels.gpus import device_limits
 from ..kernels.measure import GEMM_KERNELS, measure_gemms, token_grid
 from ..kernels.model_shape import ModelShape
@@ -19,6 +21,9 @@ from .devices import DEFAULT_DTYPES, resolve_device
 
 #: Largest token count that is measured on a device here.
 MAX_MEASURED_TOKENS = {"cpu": 1024, "cuda": 8192}
+
+#: Largest token count of the map of configurations of a device that is not here.
+MAX_PREDICTED_TOKENS = 8192
 
 
 def analyse_sweep_file(path: Path, *, tensor_parallel: int | None, min_jump_pct: float) -> TileAnalysis:
@@ -43,8 +48,9 @@ def analyse_device(
 ) -> TileAnalysis:
     """The analysis of a device: ``cpu`` and ``cuda`` are measured here, others are looked up in the silicon tables.
 
-    ``kernels`` is ``torch`` or ``triton`` for a device here, ``vllm``, ``sglang`` or ``trtllm`` for a table. Raises
-    ValueError for a bad combination and SiliconError when the tables do not have it.
+    ``kernels`` is ``torch`` or ``triton`` for a device here, ``vllm``, ``sglang`` or ``trtllm`` for a table. For
+    ``triton`` on CUDA every tile configuration is measured too. Raises ValueError for a bad combination and
+    SiliconError when the tables do not have it.
     """
     config, _ = resolve_model(model)
     shape = config.shape
@@ -76,13 +82,44 @@ def analyse_device(
             for op, (n, k) in shape.gemms(tensor_parallel).items()
         ]
     subject: dict[str, str | int] = {"model": config.name, "device": name, "kernels": kernel, "dtype": dtype_name}
-    return analyse(
+    analysis = analyse(
         sweeps,
         tensor_parallel=tensor_parallel,
         num_layers=config.num_layers,
         min_jump_pct=min_jump_pct,
         subject=subject,
         wave_context=_wave_context(name, shape, tensor_parallel),
+    )
+    if name != "cuda" or kernel != "triton":
+        return analysis
+    largest = max_tokens or MAX_MEASURED_TOKENS[name]
+    configs = measured_map(
+        shape,
+        device=torch.device(name),
+        dtype=DTYPES[dtype_name],
+        tensor_parallel=tensor_parallel,
+        tokens=[tokens for tokens in MEASURED_TOKENS if tokens <= largest],
+        on_done=on_done,
+    )
+    return replace(analysis, configs=tuple(configs))
+
+
+def predict_configs(
+    model: str, *, device: str, dtype: str, tensor_parallel: int, max_tokens: int | None = None
+) -> ConfigMap:
+    """Which configuration of our own GEMM a GPU that is not here would run where: arithmetic, no latencies.
+
+    Raises ValueError for a device whose limits are not known, or a dtype or degree that does not fit.
+    """
+    config, _ = resolve_model(model)
+    dtype_name = "bf16" if dtype == "auto" else dtype
+    return predicted_map(
+        config.shape,
+        device=device,
+        dtype=dtype_name,
+        tensor_parallel=tensor_parallel,
+        max_tokens=max_tokens or MAX_PREDICTED_TOKENS,
+        subject={"model": config.name, "device": device, "kernels": "triton", "dtype": dtype_name},
     )
 
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from .config_map import ConfigUse, config_lines
 from .staircase import Edge, Staircase, find_edges
 from .sweep import FOUR_GEMMS, Sweep, layer_sweep
 from .tiles import GEMM_CONFIGS, MIN_EDGE_BLOCK_M, waves
@@ -95,6 +96,7 @@ class TileAnalysis:
     budgets: Mapping[int, tuple[Budget, ...]]
     num_layers: int | None = None
     waves: WaveContext | None = None
+    configs: tuple[ConfigUse, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def layer(self) -> Staircase:
@@ -106,6 +108,7 @@ class TileAnalysis:
 
         ``edges`` holds the sustained steps of at least ``min_jump_pct`` of every operation and degree and nothing
         else; smaller, unconfirmed and falling ones are in ``minor_edges``, ``unconfirmed_edges`` and ``drops``.
+        ``configs`` holds the tile configurations of our own GEMM where it was measured; else it is empty.
         ``budgets`` is about ``tensor_parallel``, ``budgets_by_tensor_parallel`` about every degree.
         """
         rows: dict[str, list[dict[str, object]]] = {
@@ -139,6 +142,7 @@ class TileAnalysis:
             "budgets_by_tensor_parallel": {
                 str(degree): [budget.to_json() for budget in budgets] for degree, budgets in self.budgets.items()
             },
+            "configs": [row.to_json() for row in self.configs],
             "notes": list(self.notes),
         }
 
@@ -342,6 +346,8 @@ def _text(analysis: TileAnalysis, max_rows: int) -> list[str]:
             f"{budget.layer_ms:>10.4f}{layers_ms:>14}{more:>16}  {budget.place}"
             + (f" ({padded:.1f} tokens/ms if padded)" if padded else "")
         )
+    if analysis.configs:
+        lines += ["", *config_lines(analysis.configs)]
     return [*lines, *(["", *(f"Note: {note}" for note in analysis.notes)] if analysis.notes else [])]
 
 
