@@ -54,12 +54,11 @@ PROBE = """
   window.parent.postMessage(JSON.stringify(result), "*");
 })();
 """
-#: One launch shows every screen: the report as it is, at two widths and under the dark theme. A frame may be narrower
-#: than Chromium's window ever is.
+#: One launch shows both screens: a light desktop and a dark phone. A frame may be narrower than Chromium's window ever
+#: is.
 FRAMES = """
 <iframe src="plain.html" style="width:1280px;height:900px;border:0"></iframe>
-<iframe src="dark.html" style="width:1280px;height:900px;border:0"></iframe>
-<iframe src="plain.html?phone" style="width:390px;height:900px;border:0"></iframe>
+<iframe src="dark.html" style="width:390px;height:900px;border:0"></iframe>
 <pre id="seen"></pre>
 <script>
   const seen = {};
@@ -120,7 +119,7 @@ def seen(screens: tuple[dict[str, Seen], list[str]]) -> Seen:
 def test_the_page_runs_without_a_console_line_under_its_own_policy(
     screens: tuple[dict[str, Seen], list[str]],
 ) -> None:
-    assert set(screens[0]) == {"plain.html", "dark.html", "plain.html?phone"}
+    assert set(screens[0]) == {"plain.html", "dark.html"}
     assert screens[1] == []
 
 
@@ -158,7 +157,7 @@ def test_figures_follow_the_dark_theme(screens: tuple[dict[str, Seen], list[str]
 
 
 def test_a_390_pixel_screen_needs_no_sideways_scrolling(screens: tuple[dict[str, Seen], list[str]]) -> None:
-    phone = screens[0]["plain.html?phone"]
+    phone = screens[0]["dark.html"]
     assert phone["screen"] == 390
     assert phone["overflow"] == 0
     for figure in cast("dict[str, dict[str, float]]", phone["figures"]).values():
