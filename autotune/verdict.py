@@ -72,9 +72,9 @@ def staircase_sentence(table: LatencyTable, budget: int) -> str:
     origin = f"{table.origin.get('framework', '')} {table.origin.get('version', '')}".strip()
     note = {"transferred": ", in part transferred from neighbouring shapes"}.get(worst, "")
     return (
-        f"The staircase measured on {table.device} ({origin}{note}{', extrapolated here' if beyond else ''}) prices one "
-        f"more token: the token-wise layers of one iteration take {here_ms:.3g} ms at {budget} tokens and {next_ms:.3g} ms at "
-        f"{budget + 1} ({next_ms / here_ms - 1.0:+.1%}), that is {budget / here_ms:.0f} and "
+        f"The staircase measured on {table.device} ({origin}{note}{', extrapolated here' if beyond else ''}) prices "
+        f"one more token: the token-wise layers of one iteration take {here_ms:.3g} ms at {budget} tokens and "
+        f"{next_ms:.3g} ms at {budget + 1} ({next_ms / here_ms - 1.0:+.1%}), that is {budget / here_ms:.0f} and "
         f"{(budget + 1) / next_ms:.0f} tokens per ms. Every figure is modelled from it: a repeat gives the same again."
     )
 
