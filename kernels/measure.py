@@ -22,6 +22,9 @@ from .sweep import Sweep
 #: Rotated buffers together hold at least this much, more than the last-level cache of the GPUs in `gpus`.
 ROTATION_BYTES = 256 * 2**20
 NUM_WARMUP = 3
+#: About 5 ms of a GPU's clock, in which the host gets ahead of it: else an event pair around a short kernel times how
+#: long its launch takes the host.
+HEAD_START_CYCLES = 10_000_000
 #: Counts that are measured whatever the time limit says.
 MIN_COUNTS = 4
 
@@ -40,7 +43,13 @@ class Timing:
 
 
 def time_calls(call: Callable[[int], object], device: torch.device, *, repeats: int = 9) -> Timing:
-    """Time ``call(i)``, i counting up so that the call can rotate its buffers.
+    """Time ``call(i)``; see `sample_calls`."""
+    samples_ms = sample_calls(call, device, repeats=repeats)
+    return Timing(median_ms=statistics.median(samples_ms), std_ms=statistics.pstdev(samples_ms))
+
+
+def sample_calls(call: Callable[[int], object], device: torch.device, *, repeats: int = 9) -> list[float]:
+    """Milliseconds of each of ``repeats`` calls ``call(i)``, i counting up so that the call can rotate its buffers.
 
     On CUDA each call is timed by events and the queue is drained once at the end; on the CPU by the clock.
     """
@@ -52,19 +61,19 @@ def time_calls(call: Callable[[int], object], device: torch.device, *, repeats: 
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             for _ in range(repeats)
         ]
+        torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         for index, (began, ended) in enumerate(marks):
             began.record()
             call(index)
             ended.record()
         torch.cuda.synchronize(device)
-        samples_ms = [began.elapsed_time(ended) for began, ended in marks]
-    else:
-        samples_ms = []
-        for index in range(repeats):
-            began_s = perf_counter()
-            call(index)
-            samples_ms.append((perf_counter() - began_s) * 1e3)
-    return Timing(median_ms=statistics.median(samples_ms), std_ms=statistics.pstdev(samples_ms))
+        return [began.elapsed_time(ended) for began, ended in marks]
+    samples_ms = []
+    for index in range(repeats):
+        began_s = perf_counter()
+        call(index)
+        samples_ms.append((perf_counter() - began_s) * 1e3)
+    return samples_ms
 
 
 def token_grid(max_tokens: int) -> list[int]:
