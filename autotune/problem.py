@@ -12,7 +12,8 @@ from ..engine.presets import preset_workload
 from ..engine.slo import ReferenceDecode, reference_decode, resolve_slo
 from ..engine.traces import load_trace
 from ..engine.workload import assign_arrivals
-from ..kernels.tile_report import candidate_edges
+from ..kernels.measure import GEMM_KERNELS
+from ..kernels.tile_report import TileAnalysis, candidate_edges
 from ..kernels.tiles import tile_edges
 from .config import DEFAULTS_BY_DEVICE, TuneConfig
 from .devices import modelled_kernels
@@ -21,6 +22,10 @@ from .tiles import analyse_device
 
 #: Largest budget tried where the settings name none.
 DEFAULT_MAX_BUDGET = 8192
+
+#: Smallest step of the layer's latency that counts as an edge, and how long measuring it here may take.
+MIN_EDGE_JUMP_PCT = 10.0
+STAIRCASE_TIME_LIMIT_S = 8.0
 
 TILE_SOURCE = "multiples of the GEMM's BLOCK_M"
 
@@ -72,12 +77,14 @@ def load_workload(config: TuneConfig, max_position: int | None = None) -> Worklo
 class DeviceFacts:
     """What was read off the device when the study began; a resumed study keeps it, so that all its trials are held to
     one SLO. ``edges``: token counts after which one more token costs a step, and ``edge_sources`` where each is from.
+    ``staircase`` is what they were read from; None where they were given, or come from an earlier run's file.
     """
 
     reference: ReferenceDecode
     num_kv_blocks: int
     edges: tuple[int, ...]
     edge_sources: tuple[str, ...]
+    staircase: TileAnalysis | None = None
 
     def to_json(self) -> dict[str, object]:
         """The object of ``profile.json``, but for the candidates."""
@@ -107,37 +114,44 @@ def read_device(config: TuneConfig, executor: Executor, workload: Workload, edge
     engine_config = _engine_config(config, executor, config.num_kv_blocks)
     num_kv_blocks = config.num_kv_blocks or executor.default_num_kv_blocks(engine_config)
     _, max_budget = _bounds(config, workload)
-    found = device_edges(config, max_budget) if edges is None else dict.fromkeys(thin_edges(edges), "given")
+    staircase = read_staircase(config) if edges is None else None
+    found = dict.fromkeys(thin_edges(edges or ()), "given")
+    if staircase is not None:
+        found = staircase_edges(staircase, max_budget)
     return DeviceFacts(
         reference=reference_decode(executor, replace(engine_config, num_kv_blocks=num_kv_blocks)),
         num_kv_blocks=num_kv_blocks,
         edges=tuple(found),
         edge_sources=tuple(found.values()),
+        staircase=staircase,
     )
 
 
-def device_edges(config: TuneConfig, max_budget: int) -> dict[int, str]:
-    """Edges up to ``max_budget`` and where each is from.
-
-    On a modelled device the steps of its measured staircase, and between them the tile multiples, which the table's
-    token counts may have missed; on a device here the tile multiples alone.
-    """
-    tiles = thin_edges(tile_edges(max_budget))
-    if not config.modelled:
-        return dict.fromkeys(tiles, TILE_SOURCE)
-    kernels = modelled_kernels(config)
-    analysis = analyse_device(
+def read_staircase(config: TuneConfig) -> TileAnalysis:
+    """What one more token costs on the device: its tables where it is modelled, else measured here, briefly."""
+    return analyse_device(
         config.model,
         device=config.device,
-        kernels=kernels,
+        kernels=modelled_kernels(config) if config.modelled else _measured_kernel(config.kernels),
         dtype=config.dtype,
         tensor_parallel=config.tensor_parallel,
-        min_jump_pct=10.0,
+        min_jump_pct=MIN_EDGE_JUMP_PCT,
+        time_limit_s=STAIRCASE_TIME_LIMIT_S,
     )
+
+
+def staircase_edges(analysis: TileAnalysis, max_budget: int) -> dict[int, str]:
+    """Edges up to ``max_budget`` and where each is from: the steps of the staircase, and between them the tile
+    multiples, which its token counts may have missed."""
+    tiles = thin_edges(tile_edges(max_budget))
     measured = thin_edges(edge for edge in candidate_edges(analysis) if edge <= max_budget)
     between = [tile for tile in tiles if all(max(tile, edge) >= MIN_EDGE_RATIO * min(tile, edge) for edge in measured)]
-    sources = dict.fromkeys(measured, f"step in the measured {analysis.subject['kernels']} tables")
+    sources = dict.fromkeys(measured, f"step in the measured {analysis.subject['kernels']} staircase")
     return dict(sorted((sources | dict.fromkeys(between, TILE_SOURCE)).items()))
+
+
+def _measured_kernel(kernels: str | None) -> str | None:
+    return kernels if kernels in GEMM_KERNELS else None
 
 
 def state_problem(config: TuneConfig, executor: Executor, workload: Workload, facts: DeviceFacts) -> Problem:

@@ -44,6 +44,7 @@ def analyse_device(
     tensor_parallel: int,
     min_jump_pct: float,
     max_tokens: int | None = None,
+    time_limit_s: float | None = None,
     on_done: Callable[[int, int], None] | None = None,
 ) -> TileAnalysis:
     """The analysis of a device: ``cpu`` and ``cuda`` are measured here, others are looked up in the silicon tables.
@@ -70,6 +71,7 @@ def analyse_device(
             dtype=DTYPES[dtype_name],
             tensor_parallel=tensor_parallel,
             kernel=kernel,
+            time_limit_s=time_limit_s,
             on_done=on_done,
         )
     else:

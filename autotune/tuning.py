@@ -208,3 +208,5 @@ def _write_setting(folder: RunFolder, problem: Problem, command: str) -> None:
     )
     candidates = [asdict(candidate) for candidate in problem.space.candidates]
     folder.write_json("profile.json", {**problem.facts.to_json(), "candidates": candidates})
+    if problem.facts.staircase is not None:
+        folder.write_json("tiles.json", problem.facts.staircase.to_json())
