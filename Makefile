@@ -25,6 +25,9 @@ fmt: $(DEV_STAMP)
 
 check: lint test
 
+gpu-check: $(STAMP)  ## one validation of what needs a GPU, under eight minutes; without one, the compile matrix
+	$(BIN)/python -P benchmarks/gpu_check.py $(ARGS)
+
 install: $(STAMP)
 install-dev: $(DEV_STAMP)
 
