@@ -20,10 +20,11 @@ from ..engine.metrics import compute_metrics
 from ..engine.traces import load_prompts
 from ..kernels.errors import TileBudgetError
 from ..reports import build_report
-from .config import DEFAULTS_BY_DEVICE, HOST_DEVICES, TuneConfig
+from .config import DEFAULTS_BY_DEVICE, HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
 from .console import TuneProgress, counting_progress, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
 from .problem import load_workload, workload_summary
+from .profiles import default_profile_path, profile_device
 from .recommendation import FORMATS, Recommendation
 from .run_folder import default_run_dir
 from .store import load_recommendation
@@ -53,8 +54,8 @@ Model = Annotated[str, typer.Option(help="Preset name, or a Hugging Face folder 
 Device = Annotated[
     str,
     typer.Option(
-        help="auto (CUDA if there is one), cpu or cuda; or one that is modelled, such as h200_sxm: see "
-        "`tilebudget devices`."
+        help="auto (CUDA if there is one), cpu or cuda; or one that is modelled, such as h200_sxm or the .json file of "
+        "a profile: see `tilebudget devices`."
     ),
 ]
 Kernels = Annotated[
@@ -142,6 +143,10 @@ def tune_command(
     repeats: Annotated[int, typer.Option(help="Interleaved repeats of each of them.")] = DEFAULT.repeats,
     seed: Seed = DEFAULT.seed,
     num_threads: NumThreads = DEFAULT.num_threads,
+    warm_start: Annotated[
+        bool,
+        typer.Option(help="On a device here: profile it first, and begin with the budgets that a model of it favours."),
+    ] = DEFAULT.warm_start,
     run_dir: Annotated[
         Path | None, typer.Option(help="Run folder; one with an unfinished study is resumed. Default: runs/TIME-MODEL.")
     ] = None,
@@ -227,6 +232,68 @@ def run_command(
         return
     for name, value in metrics.items():
         print(f"{name:32} {'no data' if value is None else f'{value:,.4g}'}")
+
+
+@app.command("profile")
+def profile_command(
+    model: Model = DEFAULT.model,
+    device: Annotated[str, typer.Option(help="auto (CUDA if there is one), cpu or cuda.")] = DEFAULT.device,
+    kernels: Annotated[
+        str | None, typer.Option(help="torch, triton or auto (the faster of the two by operation). Default: auto.")
+    ] = DEFAULT.kernels,
+    dtype: Dtype = DEFAULT.dtype,
+    time_limit: Annotated[float, typer.Option(help="Seconds to measure for; a coarse grid is always finished.")] = 60.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Profile file, ending in .json; one that is there is continued. Default: a file in the store."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Largest batch to measure. Default: 2048 on the CPU, 8192 on CUDA.")
+    ] = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_model_len: MaxModelLen = None,
+    block_size: BlockSize = DEFAULT.block_size,
+    num_kv_blocks: NumKvBlocks = DEFAULT.num_kv_blocks,
+    seed: Seed = DEFAULT.seed,
+    num_threads: NumThreads = DEFAULT.num_threads,
+    as_json: Json = False,
+) -> None:
+    """Measure the latency table of the device here; `tune --device FILE` and `run --device FILE` then model it."""
+    given = locals()
+    if device not in HOST_DEVICES:
+        raise ValueError(f"device={device!r}: must be one of {', '.join(HOST_DEVICES)}, only these can be measured")
+    if not time_limit > 0:
+        raise ValueError(f"time_limit={time_limit}: must be above 0 seconds")
+    if out is not None and out.suffix != PROFILE_SUFFIX:
+        raise ValueError(f"out={str(out)!r}: must end in {PROFILE_SUFFIX}")
+    config = TuneConfig(**{field.name: given[field.name] for field in fields(TuneConfig) if field.name in given})
+    executor = make_executor(config)
+    path = out or default_profile_path(model, executor)
+    with counting_progress(Console(stderr=True), "profiling, % of the time allowed") as on_done:
+        profile = profile_device(
+            executor,
+            config,
+            out=path,
+            time_limit_s=time_limit,
+            max_tokens=max_tokens,
+            on_progress=on_done,
+        )
+    summary = {
+        "file": str(path),
+        "device": profile.table.device,
+        "num_points": profile.num_points,
+        "num_samples": profile.num_samples,
+        "num_run_iterations": profile.num_run_iterations,
+        "factors": dict(profile.factors),
+        "median_error": profile.median_error,
+    }
+    if as_json:
+        print(json.dumps(summary))
+        return
+    for name, value in summary.items():
+        print(f"{name:20} {value}")
 
 
 @app.command("tiles")
@@ -342,6 +409,7 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     """Print the message, field names in the words of the command line (``--max-num-seqs``)."""
     names = {field.name for owner in (TuneConfig, EngineConfig) for field in fields(owner)}
+    names |= {"max_tokens", "out", "time_limit"}
     head, separator, rest = message.partition("=")
     if separator and head in names:
         message = f"--{head.replace('_', '-')}={rest}"

@@ -13,6 +13,8 @@ from ..kernels.silicon import FRAMEWORKS
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8")
 #: Devices whose time is measured here; every other name is a system of the silicon tables, whose time is modelled.
 HOST_DEVICES = ("auto", "cpu", "cuda")
+#: A device of this name ending is the file of a profile.
+PROFILE_SUFFIX = ".json"
 
 #: What a device measured here, and a modelled one, get where the settings say None. A modelled run takes seconds for
 #: hours of traffic, so it serves the whole trace at the sizes of a server.
@@ -29,9 +31,10 @@ class TuneConfig:
     """Settings of one tuning; the command line's defaults are these.
 
     model: preset name or a Hugging Face folder. device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``, or a
-    system of the silicon tables (``h200_sxm``), whose ``kernels`` (vllm, sglang, trtllm; None takes the first that was
-    measured) and ``tensor_parallel`` degree then are modelled, not run. On a device here ``kernels`` is torch, triton
-    or auto, which None means: the faster of the two, operation by operation (torch on a CPU).
+    profile's file (``.json``), or a system of the silicon tables (``h200_sxm``), whose ``kernels`` (vllm, sglang,
+    trtllm; None takes the first that was measured) and ``tensor_parallel`` degree then are modelled, not run. On a
+    device here ``kernels`` is torch, triton or auto, which None means: the faster of the two, operation by operation
+    (torch on a CPU).
     num_requests, max_num_seqs, max_model_len, num_trials: None takes DEFAULTS_BY_DEVICE; a modelled device then serves
     a ``trace`` whole.
     workload: preset name, used when there is no ``trace`` file. ``num_requests`` of it, arriving as
@@ -41,6 +44,7 @@ class TuneConfig:
     pipeline_stages: the stage count whose bubble fraction is the second objective.
     num_trials: budgets that the search may run; repeats: extra runs of each contender, interleaved. A modelled device
     gives the same figures every time, so it runs each contender once more whatever ``repeats`` says.
+    warm_start: on a device here, profile it first, and begin with the budgets that the latency model expects most of.
 
     Raises ValueError that names the field, its value and the rule.
     """
@@ -70,15 +74,23 @@ class TuneConfig:
     repeats: int = 3
     seed: int = 0
     num_threads: int | None = None
+    warm_start: bool = True
 
     @property
     def modelled(self) -> bool:
         """Whether the device's time comes from tables."""
         return self.device not in HOST_DEVICES
 
+    @property
+    def from_profile(self) -> bool:
+        """Whether these tables are a profile's, which ``device`` then is the file of."""
+        return self.device.endswith(PROFILE_SUFFIX)
+
     def __post_init__(self) -> None:
-        for name, value in DEFAULTS_BY_DEVICE["modelled" if self.modelled else "measured"].items():
-            if getattr(self, name) is None and not (name == "num_requests" and self.modelled and self.trace):
+        # A profile was measured at the sizes that its device takes for itself.
+        server = self.modelled and not self.from_profile
+        for name, value in DEFAULTS_BY_DEVICE["modelled" if server else "measured"].items():
+            if getattr(self, name) is None and not (name == "num_requests" and server and self.trace):
                 object.__setattr__(self, name, value)
         for name, choices in (
             ("dtype", DTYPES),
@@ -90,6 +102,11 @@ class TuneConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(str, choices))}")
         if self.arrivals is not None and self.arrivals not in ARRIVALS:
             raise ValueError(f"arrivals={self.arrivals!r}: must be one of {', '.join(ARRIVALS)}")
+        if self.from_profile and (self.kernels is not None or self.tensor_parallel != 1):
+            raise ValueError(
+                f"device={self.device!r}: is a profile of one GPU with its own kernels; neither kernels nor "
+                "tensor_parallel can be set for it"
+            )
         kernels = FRAMEWORKS if self.modelled else KERNELS
         if self.kernels is not None and self.kernels not in kernels:
             raise ValueError(f"kernels={self.kernels!r}: must be one of {', '.join(kernels)} on device={self.device!r}")
@@ -119,7 +136,7 @@ class TuneConfig:
     def identity(self) -> dict[str, str | int | float | None]:
         """The settings that a resumed study must share; how far to search may differ."""
         settings = asdict(self)
-        for name in ("num_trials", "repeats", "num_contenders"):
+        for name in ("num_trials", "repeats", "num_contenders", "warm_start"):
             settings.pop(name)
         settings["trace"] = None if self.trace is None else self.trace.name
         return settings

@@ -12,6 +12,7 @@ from ..engine.modelled_executor import ModelledExecutor
 from ..engine.torch_executor import TorchExecutor
 from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, list_systems, system_spec
 from .config import HOST_DEVICES, TuneConfig
+from .profiles import list_profiles, profile_executor
 
 DEFAULT_DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 
@@ -20,8 +21,9 @@ DEFAULT_DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 class DeviceInfo:
     """One device: its name for ``--device``, what it is, and where its times come from.
 
-    ``source`` is ``measured`` (run here), ``table`` (modelled from measured tables; ``kernels`` says of which
-    frameworks, versions and dtypes), or ``specification`` (a data sheet alone: not ``available``).
+    ``source`` is ``measured`` (run here, or a profile of such runs), ``table`` (modelled from measured tables;
+    ``kernels`` says of which frameworks, versions and dtypes), or ``specification`` (a data sheet alone: not
+    ``available``).
     """
 
     name: str
@@ -32,9 +34,16 @@ class DeviceInfo:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """Every device that ``--device`` takes, those that are absent included; the systems of the silicon tables where
-    these are installed."""
-    return [*_host_devices(), *(_system_device(system) for system in _systems())]
+    """Every device that ``--device`` takes, those that are absent included; the profiles in the store, and the systems
+    of the silicon tables where these are installed."""
+    return [*_host_devices(), *_profile_devices(), *(_system_device(system) for system in _systems())]
+
+
+def _profile_devices() -> list[DeviceInfo]:
+    return [
+        DeviceInfo(name=str(profile.path), description=profile.description, source="measured", available=True)
+        for profile in list_profiles()
+    ]
 
 
 def _system_device(system: SystemInfo) -> DeviceInfo:
@@ -108,6 +117,8 @@ def make_executor(config: TuneConfig) -> Executor:
     Raises ValueError for a device that does not exist, or whose tables are not installed, or a combination it does not
     take; SiliconError when the tables lack what is asked for.
     """
+    if config.from_profile:
+        return profile_executor(config)
     if config.modelled:
         return _modelled_executor(config)
     name = resolve_device(config.device)

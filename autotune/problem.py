@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from ..engine import EngineConfig, Executor, Workload
@@ -17,6 +18,7 @@ from ..kernels.tile_report import TileAnalysis, candidate_edges
 from ..kernels.tiles import tile_edges
 from .config import DEFAULTS_BY_DEVICE, TuneConfig
 from .devices import modelled_kernels
+from .profiles import profile_staircase
 from .space import MIN_EDGE_RATIO, SearchSpace, thin_edges
 from .tiles import analyse_device
 
@@ -129,6 +131,8 @@ def read_device(config: TuneConfig, executor: Executor, workload: Workload, edge
 
 def read_staircase(config: TuneConfig) -> TileAnalysis:
     """What one more token costs on the device: its tables where it is modelled, else measured here, briefly."""
+    if config.from_profile:
+        return profile_staircase(Path(config.device), min_jump_pct=MIN_EDGE_JUMP_PCT)
     return analyse_device(
         config.model,
         device=config.device,

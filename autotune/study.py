@@ -29,6 +29,7 @@ RunJobs = Callable[[Sequence[tuple[Candidate, str]]], list[TrialRow]]
 
 STUDY_NAME = "tilebudget"
 LADDER_RUNGS = 5
+SHORT_LADDER_RUNGS = 3
 _NO_DATA = (0.0, 0.0)
 
 
@@ -138,8 +139,8 @@ def open_storage(storage: str | Path) -> BaseStorage:
 class BudgetStudy:
     """Searches ``space`` with at most ``num_trials`` runs; resumes when the storage already has trials.
 
-    ``identity`` are the settings that give the study its meaning. Raises ValueError, naming the setting, when the
-    storage holds a study with other ones.
+    A new search begins with the budgets of ``suggestions``. ``identity`` are the settings that give the study its
+    meaning. Raises ValueError, naming the setting, when the storage holds a study with other ones.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class BudgetStudy:
         variance_metric: str,
         seed: int,
         num_parallel: int = 1,
+        suggestions: Sequence[int] = (),
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.space = space
@@ -170,7 +172,7 @@ class BudgetStudy:
         self.num_resumed = len(self.rows())
         self._retry_interrupted()
         if not self.study.get_trials(deepcopy=False):
-            self._enqueue_start()
+            self._enqueue_start(suggestions)
 
     def rows(self) -> list[TrialRow]:
         """Every finished trial so far, in order."""
@@ -224,13 +226,15 @@ class BudgetStudy:
         waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         return bool(waiting or fresh_params(self.space, self.study))
 
-    def _enqueue_start(self) -> None:
-        """What every search begins with: a ladder over the aligned budgets, and chunking switched off."""
-        start = [*self.space.ladder(LADDER_RUNGS)]
+    def _enqueue_start(self, suggestions: Sequence[int]) -> None:
+        """What every search begins with: the budgets suggested, a ladder over the aligned ones (a short one where there
+        are suggestions), and chunking switched off."""
+        rungs = self.space.ladder(SHORT_LADDER_RUNGS if suggestions else LADDER_RUNGS)
+        budgets = [*suggestions, *(candidate.token_budget for candidate in rungs)]
         if self.space.whole_prompt is not None:
-            start.append(self.space.whole_prompt)
-        for candidate in start:
-            self._enqueue(candidate.token_budget)
+            budgets.append(self.space.whole_prompt.token_budget)
+        for budget in dict.fromkeys(budgets):
+            self._enqueue(budget)
 
     def _enqueue(self, token_budget: int) -> None:
         params = self.space.params_of(token_budget)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from time import perf_counter
@@ -12,6 +12,7 @@ from typing import cast
 from ..engine import Engine, EngineConfig, Monitor, RunRecord, Workload
 from ..engine.metrics import SLO, compute_metrics
 from ..engine.slo import sound_stop
+from .prediction import Prediction
 from .space import Candidate
 
 MetricRow = dict[str, float | int | None]
@@ -40,6 +41,8 @@ class TrialRow:
     violations: tuple[float, ...] = ()
     tbt_quantiles_ms: tuple[float, ...] = ()
     metrics: MetricRow = field(default_factory=dict)
+    predicted_tbt_p99_ms: float | None = None
+    predicted_total_tokens_per_s: float | None = None
 
     def metric(self, name: str) -> float:
         """A metric by name, NaN where the run has no data for it."""
@@ -47,8 +50,11 @@ class TrialRow:
         return math.nan if value is None else float(value)
 
     def to_row(self) -> dict[str, object]:
-        """The flat row, metrics as columns."""
+        """The flat row, metrics as columns; predictions where the model was asked."""
         row = asdict(self)
+        for name in ("predicted_tbt_p99_ms", "predicted_total_tokens_per_s"):
+            if row[name] is None:
+                del row[name]
         row["tbt_quantiles_ms"] = list(self.tbt_quantiles_ms)
         del row["violations"]
         del row["metrics"]
@@ -65,10 +71,19 @@ class TrialRunner:
     """Runs budgets of one study on one engine and turns each run into a row.
 
     A run that raises, or whose figures are not finite, is a failed row with its reason; it never ends the study.
+    ``predictions`` are the latency model's, by budget, for the policy of ``base``.
     """
 
-    def __init__(self, engine: Engine, workload: Workload, base: EngineConfig, slo: SLO) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        workload: Workload,
+        base: EngineConfig,
+        slo: SLO,
+        predictions: Mapping[int, Prediction] | None = None,
+    ) -> None:
         self.engine = engine
+        self.predictions = predictions or {}
         self.workload = workload
         self.base = base
         self.slo = slo
@@ -92,6 +107,13 @@ class TrialRunner:
             started_at=started_at,
             elapsed_s=0.0,
         )
+        prediction = self.predictions.get(candidate.token_budget)
+        if prediction is not None and row.policy == self.base.policy:
+            row = replace(
+                row,
+                predicted_tbt_p99_ms=prediction.tbt_p99_ms,
+                predicted_total_tokens_per_s=prediction.total_tokens_per_s,
+            )
         record: RunRecord | None = None
         try:
             config = replace(self.base, token_budget=candidate.token_budget, policy=row.policy)

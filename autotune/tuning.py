@@ -25,6 +25,7 @@ from .store import save_recommendation
 from .study import BudgetStudy
 from .trial import TrialRow, TrialRunner
 from .verdict import describe_alternative, write_verdict
+from .warm_start import WarmStart, warm_start
 
 EXPECTED_METRICS = (
     "tbt_p50_ms",
@@ -69,9 +70,12 @@ def tune(
     facts = folder.read_facts() or read_device(config, executor, workload, edges)
     problem = state_problem(config, executor, workload, facts)
     command = command or " ".join(["tilebudget", *sys.argv[1:]])
-    _write_setting(folder, problem, command)
+    # A modelled device is the model already.
+    asks_model = config.warm_start and not executor.virtual_time
+    warm = warm_start(problem, folder) if asks_model else WarmStart(predictions={})
+    _write_setting(folder, problem, command, warm.note)
 
-    runner = TrialRunner(Engine(executor), problem.workload, problem.engine_config, problem.slo)
+    runner = TrialRunner(Engine(executor), problem.workload, problem.engine_config, problem.slo, warm.predictions)
     study = BudgetStudy(
         problem.space,
         runner,
@@ -80,6 +84,7 @@ def tune(
         variance_metric=problem.variance_metric,
         seed=config.seed,
         num_parallel=num_workers() if isinstance(executor, ModelledExecutor) else 1,
+        suggestions=warm.suggestions,
     )
     report_progress = progress or (lambda phase, done, planned, row: None)
 
@@ -191,7 +196,7 @@ def _alternatives(
     return alternatives
 
 
-def _write_setting(folder: RunFolder, problem: Problem, command: str) -> None:
+def _write_setting(folder: RunFolder, problem: Problem, command: str, warm_start_note: str) -> None:
     folder.write_json(
         "environment.json",
         {
@@ -204,6 +209,7 @@ def _write_setting(folder: RunFolder, problem: Problem, command: str) -> None:
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "commit": source_commit(),
             "workload": workload_summary(problem.workload),
+            **({"warm_start": warm_start_note} if warm_start_note else {}),
         },
     )
     candidates = [asdict(candidate) for candidate in problem.space.candidates]

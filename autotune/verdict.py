@@ -66,8 +66,9 @@ def write_verdict(
 def staircase_sentence(table: LatencyTable, budget: int) -> str:
     """What one more token than ``budget`` costs on the table that modelled the runs, and where that figure is from."""
     here_ms, next_ms = table.tokens_ms([budget, budget + 1]).tolist()
-    sources = {curve.source_at(budget + 1) for curve in table.layer_ops if curve.op in FOUR_GEMMS}
-    beyond = any(bool(curve.extrapolated(budget + 1)[0]) for curve in table.layer_ops if curve.op in FOUR_GEMMS)
+    curves = [curve for curve in table.layer_ops if curve.op in FOUR_GEMMS] or table.layer_ops
+    sources = {curve.source_at(budget + 1) for curve in curves}
+    beyond = any(bool(curve.extrapolated(budget + 1)[0]) for curve in curves)
     worst = max(sources, key=SOURCES.index) if sources else "table"
     origin = f"{table.origin.get('framework', '')} {table.origin.get('version', '')}".strip()
     note = {"transferred": ", in part transferred from neighbouring shapes"}.get(worst, "")

@@ -1,0 +1,309 @@
+"""A latency table out of timed iterations: least differences first, then factors from whole engine runs.
+
+Every iteration is taken as fixed + token-wise(tokens) + sum of attention(chunk, prefix) + attention(decodes, context)
++ logits(rows). What differences cannot tell apart (a constant may lie in one part or in another) does not matter to
+the sum, as every part is priced with the same shares as it was measured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from ..kernels.latency import IterationShape, LatencyTable
+from ..kernels.model_shape import ModelShape
+from ..kernels.step_curve import StepCurve
+from ..kernels.surface import Surface
+from ..kernels.sweep import SOURCES, FloatArray, Sweep
+from .profile_grid import SPLIT_CHUNK_TOKENS, ProfileGrid
+
+#: A part that its difference says is free, or less, costs this share of the iteration that it was measured in.
+LEAST_SHARE = 1e-3
+
+#: Factors from whole runs: how far from 1.0 they are expected (one standard deviation), and the range that they and
+#: their inverses stay in. Errors of iterations in a row are alike, so that this many count as one.
+FACTOR_STD = 0.25
+LARGEST_FACTOR = 2.0
+ALIKE_ITERATIONS = 10
+
+_MEASURED, _DERIVED = SOURCES.index("measured"), SOURCES.index("derived")
+
+Samples = Mapping[IterationShape, Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedIteration:
+    """One iteration of an engine run: what it held, and its duration on the engine's clock."""
+
+    shape: IterationShape
+    duration_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a table is of, and the engine loop's own share of an iteration (milliseconds, and more a request)."""
+
+    device: str
+    model: ModelShape
+    dtype: str
+    origin: Mapping[str, str]
+    loop_ms: float = 0.0
+    loop_request_ms: float = 0.0
+
+
+def fit_table(samples: Samples, grid: ProfileGrid, subject: Subject) -> LatencyTable:
+    """The table of ``samples`` (milliseconds of each shape), which hold the coarse grid at least.
+
+    The fine rows and columns of a surface are used once all of it is there. Raises KeyError for a shape of the coarse
+    grid that is not there.
+    """
+    times = {shape: median(found) for shape, found in samples.items() if found}
+    spreads = {shape: float(np.std(found)) for shape, found in samples.items() if found}
+    chunks = _ChunkCost.of(times, grid)
+    token_wise = _token_wise(times, spreads, grid, chunks, subject.model.num_layers)
+    logits = _logits(times, spreads, grid)
+    layers = subject.model.num_layers
+    return LatencyTable(
+        device=subject.device,
+        model=subject.model,
+        dtype=subject.dtype,
+        tensor_parallel=1,
+        layer_ops=(token_wise,),
+        logits=logits,
+        prefill=_prefill(times, spreads, grid, token_wise, layers),
+        decode=_decode(times, spreads, grid, token_wise, logits, layers),
+        overhead_ms=subject.loop_ms,
+        overhead_source="measured",
+        request_overhead_ms=subject.loop_request_ms,
+        origin=subject.origin,
+        notes=("an iteration's fixed cost on the device lies in its token-wise part",),
+    )
+
+
+def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[LatencyTable, dict[str, float]]:
+    """The table with its fixed and token-wise part, prefill attention and decode attention scaled to whole engine
+    runs, where pages are scattered and caches cold; and the three factors.
+
+    Least squares of relative errors against a prior around 1.0, as strong as these errors are noisy; iterations three
+    times off the table are left out.
+    """
+    rows, names = [], ("token_wise", "prefill_attention", "decode_attention")
+    for run in runs:
+        parts = table.iteration(run.shape).parts_ms
+        attention = [parts.get("prefill_attention", 0.0), parts.get("decode_attention", 0.0)]
+        row = np.array([sum(parts.values()) - sum(attention), *attention]) / run.duration_ms
+        if 1 / 3 < row.sum() < 3:
+            rows.append(row)
+    if not rows:
+        return table, dict.fromkeys(names, 1.0)
+    shares = np.array(rows)
+    noise = max(0.02, float(np.median(np.abs(shares.sum(axis=1) - 1.0))))
+    pull = noise * np.sqrt(ALIKE_ITERATIONS) / FACTOR_STD
+    left = np.vstack([shares, pull * np.eye(3)])
+    right = np.concatenate([np.ones(len(rows)), np.full(3, pull)])
+    solution, *_ = np.linalg.lstsq(left, right, rcond=None)
+    factors = np.clip(solution, 1 / LARGEST_FACTOR, LARGEST_FACTOR)
+    fixed, prefill, decode = factors.tolist()
+    return replace(
+        table,
+        layer_ops=tuple(_scaled_curve(curve, fixed) for curve in table.layer_ops),
+        logits=_scaled_curve(table.logits, fixed),
+        overhead_ms=table.overhead_ms * fixed,
+        request_overhead_ms=table.request_overhead_ms * fixed,
+        prefill=_scaled_surface(table.prefill, prefill),
+        decode=_scaled_surface(table.decode, decode),
+    ), dict(zip(names, factors.tolist(), strict=True))
+
+
+def median_error(table: LatencyTable, runs: Sequence[TimedIteration]) -> float:
+    """Median of |predicted / measured - 1| over iterations; NaN where there are none."""
+    errors = [abs(table.iteration(run.shape).latency_ms / run.duration_ms - 1.0) for run in runs]
+    return float(np.median(errors)) if errors else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ChunkCost:
+    """Attention of a chunk without a prefix: ``fixed_ms`` for the chunk and, by the slope in the prefix, half of its
+    own tokens for each of them (causal pairs)."""
+
+    fixed_ms: float
+    rows: FloatArray
+    pair_ms: FloatArray
+
+    @classmethod
+    def of(cls, times: Mapping[IterationShape, float], grid: ProfileGrid) -> _ChunkCost:
+        rows, pair_ms = [], []
+        for row in grid.chunk_rows(True):
+            points = [
+                (prefix, times[shape])
+                for prefix in grid.prefixes(True)
+                if prefix and (shape := grid.chunk_shape(row, prefix)) is not None and shape in times
+            ]
+            if len(points) > 1:
+                longer, latency_ms = np.array(points, dtype=np.float64).T
+                slope, _ = np.polyfit(longer, latency_ms, 1)
+                rows.append(float(row))
+                pair_ms.append(max(0.0, float(slope)) / row)
+        cost = cls(fixed_ms=0.0, rows=np.array(rows or [1.0]), pair_ms=np.array(pair_ms or [0.0]))
+        pair = grid.split_pair()
+        if pair is None:
+            return cost
+        many, one, count = pair
+        own_pairs_ms = cost.at(count * SPLIT_CHUNK_TOKENS) - count * cost.at(SPLIT_CHUNK_TOKENS)
+        fixed_ms = (times[many] - times[one] + own_pairs_ms) / (count - 1)
+        return replace(cost, fixed_ms=max(0.0, fixed_ms))
+
+    def at(self, chunk: int) -> float:
+        """Milliseconds, all layers."""
+        pair_ms = float(np.interp(np.log(chunk), np.log(self.rows), self.pair_ms))
+        return self.fixed_ms + pair_ms * chunk * (chunk + 1) / 2
+
+
+def _token_wise(
+    times: Mapping[IterationShape, float],
+    spreads: Mapping[IterationShape, float],
+    grid: ProfileGrid,
+    chunks: _ChunkCost,
+    num_layers: int,
+) -> StepCurve:
+    tokens, latency_ms, std_ms = [], [], []
+    for count in grid.token_candidates():
+        shape = grid.tokens_shape(count)
+        if shape in times:
+            rest = times[shape] - sum(chunks.at(chunk) for chunk, _ in shape.chunks)
+            tokens.append(count)
+            latency_ms.append(max(rest, 0.05 * times[shape]) / num_layers)
+            std_ms.append(spreads[shape] / num_layers)
+    sweep = Sweep(
+        op="token_wise",
+        tokens=np.array(tokens),
+        latency_ms=np.array(latency_ms),
+        std_ms=np.array(std_ms),
+        note="iterations of chunks without a prefix, less their attention",
+    )
+    return StepCurve.of(sweep, kind=_better_kind(sweep))
+
+
+def _better_kind(sweep: Sweep) -> str:
+    """Steps or lines: whichever misses the points less when every other one is left out."""
+    if sweep.tokens.size < 5:
+        return "lines"
+    kept = np.unique([*range(0, sweep.tokens.size, 2), sweep.tokens.size - 1])
+    half = Sweep(op=sweep.op, tokens=sweep.tokens[kept], latency_ms=sweep.latency_ms[kept])
+    misses = {
+        kind: float(np.abs(np.log(StepCurve.of(half, kind=kind).at(sweep.tokens) / sweep.latency_ms)).sum())
+        for kind in ("lines", "steps")
+    }
+    return min(misses, key=lambda kind: misses[kind])
+
+
+def _logits(
+    times: Mapping[IterationShape, float], spreads: Mapping[IterationShape, float], grid: ProfileGrid
+) -> StepCurve:
+    rows, latency_ms, std_ms = [], [], []
+    for count in grid.logits_rows(True):
+        ending, others = grid.logits_pair(count)
+        if ending in times and others in times:
+            rows.append(count)
+            latency_ms.append(max(times[ending] - times[others], LEAST_SHARE * times[others]))
+            std_ms.append(float(np.hypot(spreads[ending], spreads[others])))
+    sweep = Sweep(
+        op="logits",
+        tokens=np.array(rows),
+        latency_ms=np.maximum.accumulate(latency_ms),
+        std_ms=np.array(std_ms),
+        note="chunks that end their prompts, less the same chunks that do not",
+    )
+    return StepCurve.of(sweep, kind="lines")
+
+
+def _prefill(
+    times: Mapping[IterationShape, float],
+    spreads: Mapping[IterationShape, float],
+    grid: ProfileGrid,
+    token_wise: StepCurve,
+    num_layers: int,
+) -> Surface:
+    wanted = [grid.chunk_shape(row, prefix) for row in grid.chunk_rows(True) for prefix in grid.prefixes(True)]
+    fine = all(shape is None or shape in times for shape in wanted)
+    rows, columns = grid.chunk_rows(fine), grid.prefixes(fine)
+    shapes = [[grid.chunk_shape(row, prefix) for prefix in columns] for row in rows]
+    fixed_ms = token_wise.at(rows) * num_layers
+    surface = _surface(shapes, times, spreads, fixed_ms, rows, columns, num_layers)
+    # No chunk has 0 tokens; a row of next to nothing says that further chunks of a batch save nothing by themselves.
+    return replace(
+        surface,
+        rows=np.concatenate([[0], surface.rows]),
+        latency_ms=np.vstack([np.full(len(columns), 1e-9), surface.latency_ms]),
+        std_ms=np.vstack([np.zeros(len(columns)), surface.std_ms]),
+        sources=np.vstack([np.full(len(columns), _DERIVED, dtype=np.int8), surface.sources]),
+    )
+
+
+def _decode(
+    times: Mapping[IterationShape, float],
+    spreads: Mapping[IterationShape, float],
+    grid: ProfileGrid,
+    token_wise: StepCurve,
+    logits: StepCurve,
+    num_layers: int,
+) -> Surface:
+    wanted = [grid.decode_shape(row, context) for row in grid.decode_rows(True) for context in grid.contexts(True)]
+    fine = all(shape is None or shape in times for shape in wanted)
+    rows, columns = grid.decode_rows(fine), grid.contexts(fine)
+    if len(rows) == 1:
+        rows = [*rows, 2 * rows[0]]  # a surface has two rows at least; the second is derived
+    shapes = [
+        [grid.decode_shape(row, context) if row <= grid.max_num_seqs else None for context in columns] for row in rows
+    ]
+    fixed_ms = token_wise.at(rows) * num_layers + logits.at(rows)
+    return _surface(shapes, times, spreads, fixed_ms, rows, columns, num_layers)
+
+
+def _surface(
+    shapes: Sequence[Sequence[IterationShape | None]],
+    times: Mapping[IterationShape, float],
+    spreads: Mapping[IterationShape, float],
+    fixed_ms: FloatArray,
+    rows: Sequence[int],
+    columns: Sequence[int],
+    num_layers: int,
+) -> Surface:
+    """Iterations less what is fixed in their rows; where there was no room for one, in proportion to the row above it,
+    or else along the last slope of its row."""
+    latency_ms = np.full((len(rows), len(columns)), np.nan)
+    std_ms = np.zeros(latency_ms.shape)
+    for row, line in enumerate(shapes):
+        for column, shape in enumerate(line):
+            if shape is not None:
+                left_ms = times[shape] - fixed_ms[row]
+                latency_ms[row, column] = max(left_ms, LEAST_SHARE * times[shape]) / num_layers
+                std_ms[row, column] = spreads[shape] / num_layers
+    sources = np.where(np.isnan(latency_ms), _DERIVED, _MEASURED).astype(np.int8)
+    for row, column in zip(*np.nonzero(np.isnan(latency_ms)), strict=True):
+        ratio = rows[row] / rows[row - 1] if row else 1.0
+        if row:
+            rise = max(0.0, latency_ms[row - 1, column] - latency_ms[row - 1, column - 1]) if column else 0.0
+            before = latency_ms[row, column - 1] if column else latency_ms[row - 1, column] * ratio
+            latency_ms[row, column] = before + rise * ratio
+        else:
+            latency_ms[row, column] = latency_ms[row, column - 1]
+    return Surface(
+        rows=np.array(rows, dtype=np.int64),
+        columns=np.array(columns, dtype=np.int64),
+        latency_ms=latency_ms,
+        std_ms=std_ms,
+        sources=sources,
+        note="iterations less their token-wise part",
+    )
+
+
+def _scaled_curve(curve: StepCurve, factor: float) -> StepCurve:
+    return replace(curve, latency_ms=curve.latency_ms * factor, std_ms=curve.std_ms * factor)
+
+
+def _scaled_surface(surface: Surface, factor: float) -> Surface:
+    return replace(surface, latency_ms=surface.latency_ms * factor, std_ms=surface.std_ms * factor)
