@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budgets", type=int, nargs="+", default=[1024], help="token budgets of ours; the best counts")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 64], help="transformers' static batches")
-    parser.add_argument("--block-size", type=int, default=32, help="tokens per KV block of ours")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens per KV block of ours")
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--num-requests", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=512)
