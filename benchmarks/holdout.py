@@ -25,7 +25,7 @@ import numpy as np
 from tilebudget.kernels.sampling import AdaptiveSampler
 from tilebudget.kernels.sweep import FloatArray, Sweep, read_sweeps
 
-FILE_HINT_SHARE = 0.75
+FILE_HINT_SHARE = 1.0
 """How much an edge in any other sweep of the file counts, beside one in the same operation at another degree."""
 
 ROUNDS = (0.5, 0.75, 1.0)
