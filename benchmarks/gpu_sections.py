@@ -233,7 +233,7 @@ def tune_model(clock: Clock, seed: int) -> dict[str, object]:
     from tilebudget.autotune.devices import make_executor
 
     config = TuneConfig(
-        model="llama-3.1-8b", device="cuda", dtype="bf16", num_requests=24, max_num_seqs=24, max_model_len=2048,
+        model="llama-3.1-8b", device="cuda", dtype="bf16", num_requests=16, max_num_seqs=16, max_model_len=2048,
         num_trials=4, num_contenders=2, repeats=2, seed=seed,
     )  # fmt: skip
     executor = make_executor(config)

@@ -48,7 +48,9 @@ def choose_ops(kernels: str, config: ModelConfig, weights: ModelWeights) -> Torc
         )
     if kernels == "auto":
         with torch.cuda.device(device):  # Triton launches on the current device
-            return measured_ops(config, weights)
+            ops = measured_ops(config, weights)
+            torch.cuda.empty_cache()  # what was timed must not count as used when the KV cache is sized
+            return ops
     reasons = unsupported(config, dtype)
     use = [operation for operation in OPERATIONS if operation not in reasons]
     return TritonOps(config, dtype, device, use=use, notes=reasons)

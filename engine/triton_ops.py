@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from triton import knobs
 
 from ..kernels.activation import silu_mul
 from ..kernels.attention import MAX_HEAD_DIM, attention
@@ -92,7 +93,7 @@ class TritonOps(TorchOps):
     @torch.inference_mode()
     def prepare(self, linears: list[Linear], *, max_tokens: int) -> None:
         """Compile every tile configuration that the linear layers can select at up to ``max_tokens`` rows."""
-        if "linear" not in self.use or self.device.type != "cuda":
+        if "linear" not in self.use or knobs.runtime.interpret:
             return
         limits = limits_of(self.device)
         for layer in linears:
@@ -251,7 +252,7 @@ class TritonPagedKV:
     def prepare(self, *, max_query_len: int, max_context_len: int) -> None:
         """Compile every attention kernel that iterations within these bounds can select."""
         config, device = self._config, self._device
-        if device.type != "cuda":
+        if knobs.runtime.interpret:
             return
         group = config.num_heads // config.num_kv_heads
         element_bytes = self._pages.element_size()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -321,3 +326,27 @@ def test_captured_graphs_generate_the_tokens_of_eager_launches(family: str) -> N
     eager, captured = (TorchExecutor(model, cuda_graphs=graphs) for graphs in (False, True))
     assert serve(captured, CONFIG).outputs == serve(eager, CONFIG).outputs
     assert captured.describe()["cuda_graphs"] == "decodes, 3 batch sizes to 3"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU where there is none")
+def test_no_iteration_and_no_graph_waits_for_the_compiler() -> None:
+    """The kernels are really compiled (for sm_90) with the launches of whole engine runs: all of it in ``start``."""
+    script = Path(__file__).resolve().parent.parent / "support" / "fake_gpu.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-P", str(script)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["finished"] == 4 * 30
+    by_phase = {name.split(":")[0] for name in found["compiled"]}
+    assert by_phase == {"prepare"}, found["compiled"]
+    kernels = {name.split(":")[1] for name in found["compiled"]}
+    assert kernels == {
+        "_gemm_kernel",
+        "_attention_kernel",
+        "_reduce_splits_kernel",
+        "_rms_norm_kernel",
+        "_rotary_write_kernel",
+        "_silu_mul_kernel",
+    }
