@@ -21,7 +21,7 @@ from ..kernels.sweep import SOURCES, FloatArray, Sweep
 from .profile_grid import SPLIT_CHUNK_TOKENS, ProfileGrid
 
 #: A part that its difference says is free, or less, costs this share of the iteration that it was measured in.
-LEAST_SHARE = 1e-3
+LEAST_SHARE = 1e-6
 
 #: Factors from whole runs: how far from 1.0 they are expected (one standard deviation), and the range that they and
 #: their inverses stay in. Errors of iterations in a row are alike, so that this many count as one.
@@ -100,12 +100,9 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
     if not rows:
         return table, dict.fromkeys(names, 1.0)
     shares = np.array(rows)
-    noise = max(0.02, float(np.median(np.abs(shares.sum(axis=1) - 1.0))))
-    pull = noise * np.sqrt(ALIKE_ITERATIONS) / FACTOR_STD
-    left = np.vstack([shares, pull * np.eye(3)])
-    right = np.concatenate([np.ones(len(rows)), np.full(3, pull)])
-    solution, *_ = np.linalg.lstsq(left, right, rcond=None)
-    factors = np.clip(solution, 1 / LARGEST_FACTOR, LARGEST_FACTOR)
+    freely = _factors(shares, pull=1e-3)
+    noise = max(0.02, float(np.median(np.abs(shares @ freely - 1.0))))
+    factors = _factors(shares, pull=noise * np.sqrt(ALIKE_ITERATIONS) / FACTOR_STD)
     fixed, prefill, decode = factors.tolist()
     return replace(
         table,
@@ -116,6 +113,16 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
         prefill=_scaled_surface(table.prefill, prefill),
         decode=_scaled_surface(table.decode, decode),
     ), dict(zip(names, factors.tolist(), strict=True))
+
+
+def _factors(shares: FloatArray, *, pull: float) -> FloatArray:
+    """Factors of the columns whose rows then add up to 1.0, each drawn to 1.0 as if by a row of ``pull``."""
+    num_rows, num_parts = shares.shape
+    left = np.vstack([shares, pull * np.eye(num_parts)])
+    right = np.concatenate([np.ones(num_rows), np.full(num_parts, pull)])
+    solution, *_ = np.linalg.lstsq(left, right, rcond=None)
+    factors: FloatArray = np.clip(solution, 1 / LARGEST_FACTOR, LARGEST_FACTOR)
+    return factors
 
 
 def median_error(table: LatencyTable, runs: Sequence[TimedIteration]) -> float:
@@ -257,7 +264,7 @@ def _decode(
     if len(rows) == 1:
         rows = [*rows, 2 * rows[0]]  # a surface has two rows at least; the second is derived
     shapes = [
-        [grid.decode_shape(row, context) if row <= grid.max_num_seqs else None for context in columns] for row in rows
+        [grid.decode_shape(row, context) if row <= grid.most_seqs else None for context in columns] for row in rows
     ]
     fixed_ms = token_wise.at(rows) * num_layers + logits.at(rows)
     return _surface(shapes, times, spreads, fixed_ms, rows, columns, num_layers)

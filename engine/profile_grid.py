@@ -42,10 +42,15 @@ class ProfileGrid:
         return min(self.max_model_len - 1, self.max_tokens)
 
     @property
+    def most_seqs(self) -> int:
+        """Sequences that the KV cache holds at once, at a block each."""
+        return min(self.max_num_seqs, self.pool_tokens // self.block_size)
+
+    @property
     def most_tokens(self) -> int:
         """The largest batch that the bounds allow."""
-        room = self.pool_tokens - self.max_num_seqs * self.block_size  # the last block of each may be part empty
-        most = min(self.max_tokens, self.max_num_seqs * self.longest_chunk, room)
+        room = self.pool_tokens - self.most_seqs * self.block_size  # the last block of each may be part empty
+        most = min(self.max_tokens, self.most_seqs * self.longest_chunk, room)
         return most if most > self.longest_chunk + self.block_size else self.longest_chunk
 
     def chunk_rows(self, fine: bool) -> list[int]:
@@ -65,10 +70,10 @@ class ProfileGrid:
 
     def decode_rows(self, fine: bool) -> list[int]:
         """Numbers of decodes."""
-        rows = {1, 4, self.max_num_seqs}
+        rows = {1, 4, self.most_seqs}
         if fine:
-            rows |= {2, 8, 12, 16, 24, 32, 48, 64, 96, 128, self.max_num_seqs // 2}
-        return sorted(row for row in rows if 1 <= row <= self.max_num_seqs)
+            rows |= {2, 8, 12, 16, 24, 32, 48, 64, 96, 128, self.most_seqs // 2}
+        return sorted(row for row in rows if 1 <= row <= self.most_seqs)
 
     def contexts(self, fine: bool) -> list[int]:
         """Contexts of decodes, the new token among them."""
@@ -113,7 +118,9 @@ class ProfileGrid:
 
     def split_pair(self) -> tuple[IterationShape, IterationShape, int] | None:
         """The same tokens in several chunks and in one, and in how many; None where there is room for one only."""
-        count = min(8, self.max_num_seqs, self.longest_chunk // SPLIT_CHUNK_TOKENS)
+        blocks_each = -(-SPLIT_CHUNK_TOKENS // self.block_size)
+        room = self.pool_tokens // (blocks_each * self.block_size)
+        count = min(8, self.max_num_seqs, self.longest_chunk // SPLIT_CHUNK_TOKENS, room)
         if count < 2:
             return None
         many = IterationShape(chunks=((SPLIT_CHUNK_TOKENS, 0),) * count)

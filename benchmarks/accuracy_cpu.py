@@ -1,0 +1,219 @@
+"""How well a profile of this CPU predicts engine runs on it: P50 and P99 TBT and throughput at eight token budgets.
+
+    python -P benchmarks/accuracy_cpu.py --json
+
+Profiles each model, runs the Azure conversation trace at every budget (interleaved repeats, in alternating order),
+and predicts the same runs from the profile's latency table. A prediction is held to the median of the repeats. The
+order of two budgets counts where the ranges of their repeats do not overlap. Without the trace file the built-in
+azure-conv workload takes its place, and the output says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+from tilebudget.autotune.environment import package_versions, source_commit
+from tilebudget.engine import Engine, EngineConfig, Workload, assign_arrivals, compute_metrics, load_trace
+from tilebudget.engine.model_config import PRESETS, ModelConfig
+from tilebudget.engine.modelled_executor import ModelledExecutor
+from tilebudget.engine.presets import preset_workload
+from tilebudget.engine.profile import measure_profile
+from tilebudget.engine.torch_executor import TorchExecutor
+
+METRICS = ("tbt_p50_ms", "tbt_p99_ms", "total_tokens_per_s")
+BUDGETS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+TRACE = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "azure_llm_2023_conv.csv"
+
+#: Twice as wide and half as deep as tiny-llama, with more KV heads, a narrower MLP and a larger vocabulary.
+WIDE = replace(
+    PRESETS["tiny-llama"],
+    name="wide",
+    vocab_size=4096,
+    hidden_size=512,
+    num_layers=2,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=1024,
+)
+MODELS: dict[str, ModelConfig] = {"tiny-llama": PRESETS["tiny-llama"], "wide": WIDE}
+
+#: The bars: median error, and the worst one outside the measured spread, percent.
+MEDIAN_BAR_PCT, WORST_BAR_PCT = 5.0, 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One metric of one budget: measured over repeats, predicted, and the error against the median."""
+
+    model: str
+    token_budget: int
+    metric: str
+    predicted: float
+    measured: float
+    low: float
+    high: float
+
+    @property
+    def error_pct(self) -> float:
+        """Relative error, percent."""
+        return abs(self.predicted / self.measured - 1.0) * 100
+
+    @property
+    def inside_spread(self) -> bool:
+        """Whether the prediction lies between the repeats."""
+        return self.low <= self.predicted <= self.high
+
+
+def order_kept(rows: Sequence[Row]) -> tuple[int, int]:
+    """Pairs of budgets that the repeats tell apart, and how many of them are predicted in the same order."""
+    told = kept = 0
+    for one, other in combinations(rows, 2):
+        if (one.model, one.metric) != (other.model, other.metric):
+            continue
+        if one.high < other.low or other.high < one.low:
+            told += 1
+            kept += (one.measured < other.measured) == (one.predicted < other.predicted)
+    return told, kept
+
+
+def compare(model: ModelConfig, workload: Workload, options: argparse.Namespace) -> tuple[list[Row], dict[str, object]]:
+    """The rows of one model, and what its profile says of itself."""
+    executor = TorchExecutor.from_model(model, num_threads=options.num_threads, seed=options.seed)
+    base = EngineConfig(
+        token_budget=max(options.budgets),
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        seed=options.seed,
+    )
+    base = replace(base, num_kv_blocks=executor.default_num_kv_blocks(base))
+    began = perf_counter()
+    profile = measure_profile(executor, model, base, time_limit_s=options.profile_s)
+    profile_s = perf_counter() - began
+    real, modelled = Engine(executor), Engine(ModelledExecutor(profile.table, model))
+    found: dict[tuple[int, str], list[float]] = {}
+    for repeat in range(options.repeats):
+        for budget in options.budgets if repeat % 2 == 0 else reversed(options.budgets):
+            values = compute_metrics(real.run(workload, replace(base, token_budget=budget))).to_row()
+            for metric in METRICS:
+                found.setdefault((budget, metric), []).append(float(values[metric] or 0.0))
+            print(f"{model.name} {repeat + 1}/{options.repeats} budget {budget}", file=sys.stderr)
+    rows = []
+    for budget in options.budgets:
+        predicted = compute_metrics(modelled.run(workload, replace(base, token_budget=budget))).to_row()
+        for metric in METRICS:
+            values_found = found[budget, metric]
+            rows.append(
+                Row(
+                    model=model.name,
+                    token_budget=budget,
+                    metric=metric,
+                    predicted=float(predicted[metric] or 0.0),
+                    measured=median(values_found),
+                    low=min(values_found),
+                    high=max(values_found),
+                )
+            )
+    about = {
+        "seconds": round(profile_s, 1),
+        "points": profile.num_points,
+        "samples": profile.num_samples,
+        "run_iterations": profile.num_run_iterations,
+        "factors": dict(profile.factors),
+        "median_iteration_error": profile.median_error,
+    }
+    return rows, about
+
+
+def load_requests(options: argparse.Namespace) -> Workload:
+    """The requests of the trace, or of the preset where there is no such file."""
+    if options.trace.is_file():
+        workload = load_trace(
+            options.trace, num_requests=options.num_requests, max_model_len=options.max_model_len, overlong="clip"
+        )
+    else:
+        print(f"{options.trace} is not there: using the built-in azure-conv workload", file=sys.stderr)
+        workload = preset_workload("azure-conv", options.num_requests, max_model_len=options.max_model_len)
+    arrivals = options.arrivals if workload.has_arrivals else "saturated"
+    return assign_arrivals(workload, kind=arrivals, seed=options.seed)
+
+
+def report(rows: Sequence[Row]) -> dict[str, object]:
+    """The contract's figures and the rows."""
+    errors = [row.error_pct for row in rows]
+    outside = [row.error_pct for row in rows if not row.inside_spread]
+    told, kept = order_kept(rows)
+    worst_outside = max(outside, default=0.0)
+    return {
+        "median_error_pct": round(median(errors), 3),
+        "worst_error_pct": round(max(errors), 3),
+        "worst_error_outside_spread_pct": round(worst_outside, 3),
+        "order_kept": told == kept,
+        "pairs_told_apart": told,
+        "pairs_in_order": kept,
+        "within_bars": median(errors) <= MEDIAN_BAR_PCT and worst_outside <= WORST_BAR_PCT and told == kept,
+        "rows": [
+            {**asdict(row), "error_pct": round(row.error_pct, 3), "inside_spread": row.inside_spread} for row in rows
+        ],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 2 on a usage error."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--arrivals", default="saturated", choices=["saturated", "trace"], help="all at once, or timed")
+    parser.add_argument("--num-requests", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile-s", type=float, default=30.0, help="seconds to profile each model for")
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--num-threads", type=int, default=None, help="CPU threads; default: torch's")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    began = perf_counter()
+    try:
+        workload = load_requests(options)
+        compared = {name: compare(MODELS[name], workload, options) for name in options.models}
+    except (ValueError, OSError) as error:
+        print(f"accuracy_cpu: {error}", file=sys.stderr)
+        return 2
+    rows = [row for found, _ in compared.values() for row in found]
+    document = report(rows)
+    document |= {
+        "workload": workload.source or workload.name,
+        "arrivals": options.arrivals,
+        "num_requests": len(workload.requests),
+        "repeats": options.repeats,
+        "profiles": {name: about for name, (_, about) in compared.items()},
+        "seconds": round(perf_counter() - began, 1),
+        "seed": options.seed,
+        "versions": package_versions(),
+        "commit": source_commit(),
+    }
+    if options.json:
+        print(json.dumps(document, indent=1))
+        return 0
+    heads = "".join(f"{head:>10}" for head in ("measured", "low", "high"))
+    print(f"{'model':<12}{'budget':>7}  {'metric':<20}{heads}{'predicted':>11}{'error':>8}")
+    for row in rows:
+        print(
+            f"{row.model:<12}{row.token_budget:>7}  {row.metric:<20}{row.measured:>10.4g}{row.low:>10.4g}"
+            f"{row.high:>10.4g}{row.predicted:>11.4g}{row.error_pct:>7.1f}%{' in spread' if row.inside_spread else ''}"
+        )
+    print({name: value for name, value in document.items() if name not in ("rows", "versions")})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
