@@ -46,8 +46,8 @@ app = typer.Typer(
 
 def _by_device(name: str, more: str = "") -> str:
     """What an option defaults to, in its help."""
-    measured, modelled = (DEFAULTS_BY_DEVICE[kind][name] for kind in ("measured", "modelled"))
-    return f"Default: {measured}; {modelled}{more} when modelled."
+    cpu, cuda, modelled = (DEFAULTS_BY_DEVICE[kind][name] for kind in ("cpu", "cuda", "modelled"))
+    return f"Default: {cpu} on a CPU, {cuda} on CUDA, {modelled}{more} when modelled."
 
 
 Model = Annotated[str, typer.Option(help="Preset name, or a Hugging Face folder (config.json and safetensors).")]

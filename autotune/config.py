@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..engine import POLICY_NAMES
 from ..engine.config import KERNELS
 from ..kernels.silicon import FRAMEWORKS
@@ -16,10 +18,11 @@ HOST_DEVICES = ("auto", "cpu", "cuda")
 #: A device of this name ending is the file of a profile.
 PROFILE_SUFFIX = ".json"
 
-#: What a device measured here, and a modelled one, get where the settings say None. A modelled run takes seconds for
-#: hours of traffic, so it serves the whole trace at the sizes of a server.
+#: What a CPU, a CUDA device and a modelled one get where the settings say None. A CPU's study is to end in about two
+#: minutes. A modelled run takes seconds for hours of traffic, so it serves the whole trace at the sizes of a server.
 DEFAULTS_BY_DEVICE = {
-    "measured": {"num_requests": 48, "max_num_seqs": 16, "max_model_len": 2048, "num_trials": 16},
+    "cpu": {"num_requests": 24, "max_num_seqs": 8, "max_model_len": 1024, "num_trials": 12},
+    "cuda": {"num_requests": 128, "max_num_seqs": 64, "max_model_len": 4096, "num_trials": 16},
     "modelled": {"num_requests": 2000, "max_num_seqs": 128, "max_model_len": 16384, "num_trials": 60},
 }
 _BY_DEVICE: Any = None
@@ -87,10 +90,9 @@ class TuneConfig:
         return self.device.endswith(PROFILE_SUFFIX)
 
     def __post_init__(self) -> None:
-        # A profile was measured at the sizes that its device takes for itself.
-        server = self.modelled and not self.from_profile
-        for name, value in DEFAULTS_BY_DEVICE["modelled" if server else "measured"].items():
-            if getattr(self, name) is None and not (name == "num_requests" and server and self.trace):
+        kind = self._device_kind()
+        for name, value in DEFAULTS_BY_DEVICE[kind].items():
+            if getattr(self, name) is None and not (name == "num_requests" and kind == "modelled" and self.trace):
                 object.__setattr__(self, name, value)
         for name, choices in (
             ("dtype", DTYPES),
@@ -132,6 +134,13 @@ class TuneConfig:
             raise ValueError(
                 f"max_budget={self.max_budget}: must be at least min_budget={self.min_budget or self.max_num_seqs}"
             )
+
+    def _device_kind(self) -> str:
+        """Whose defaults apply. A profile was measured at the sizes of a study on its device, a CPU as a rule."""
+        if self.modelled and not self.from_profile:
+            return "modelled"
+        cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+        return "cuda" if cuda else "cpu"
 
     def identity(self) -> dict[str, str | int | float | None]:
         """The settings that a resumed study must share; how far to search may differ."""

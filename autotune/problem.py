@@ -65,7 +65,7 @@ def load_workload(config: TuneConfig, max_position: int | None = None) -> Worklo
     else:
         workload = preset_workload(
             config.workload,
-            num_requests=config.num_requests or DEFAULTS_BY_DEVICE["measured"]["num_requests"],
+            num_requests=config.num_requests or DEFAULTS_BY_DEVICE["modelled"]["num_requests"],
             seed=config.seed,
             max_model_len=max_model_len,
             overlong=config.overlong,

@@ -81,7 +81,8 @@ def chunking(table: LatencyTable, data: Path) -> list[Row]:
 def piggybacking(table: LatencyTable, data: Path) -> list[Row]:
     """Time of decodes with a chunk, and of decodes alone, over the time of the 1024-token prefill."""
     frame = pd.read_csv(data / "sarathi_osdi_table-2_results.csv")
-    shapes = [(int(row.batch_num_prefill_tokens), int(row.batch_num_decode_tokens)) for row in frame.itertuples()]
+    columns = (frame[f"batch_num_{kind}_tokens"].astype(int).tolist() for kind in ("prefill", "decode"))
+    shapes = list(zip(*columns, strict=True))
     theirs = frame["batch_execution_time"].tolist()
 
     def ours_ms(prefill: int, decodes: int) -> float:

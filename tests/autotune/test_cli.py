@@ -73,6 +73,17 @@ def test_run_prints_metrics_and_greedy_outputs(tilebudget: Run, prompts: Path) -
     assert all(output == outputs[0] for output in outputs)
 
 
+def test_a_profile_is_measured_listed_and_run(tilebudget: Run) -> None:
+    code, out, _ = tilebudget("profile", "--time-limit", "0.5", "--max-tokens", "32", "--json", *SMALL)
+    assert code == 0
+    file = json.loads(out)["file"]
+    _, out, _ = tilebudget("devices", "--json")
+    assert file in {device["name"] for device in json.loads(out)["devices"]}
+    code, out, _ = tilebudget("run", "--device", file, "--workload", "fixed:30:4", "--token-budget", "16", *SMALL[:-2])
+    assert code == 0
+    assert any(line.startswith("tbt_p99_ms ") for line in out.splitlines())
+
+
 def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Path) -> None:
     code, out, _ = tilebudget("run", "--prompts", str(prompts), "--token-budget", "16", *SMALL)
     assert code == 0
@@ -85,7 +96,7 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
         (["tune", "--tbt-slo", "fast"], "slo='fast': must be strict, relaxed, or a positive duration"),
         (["tune", "--policy", "fifo"], "--policy='fifo': must be one of faster_transformer, orca"),
         (["tune", "--num-requests", "0"], "--num-requests=0: must be at least 1"),
-        (["tune", "--min-budget", "8"], "--min-budget=8: must be at least max_num_seqs=16"),
+        (["tune", "--min-budget", "4"], "--min-budget=4: must be at least max_num_seqs=8"),
         (["tune", "--device", "tpu"], "--device='tpu': must be one of auto, cpu, cuda"),
         (["tune", "--model", "gpt-9"], "gpt-9"),
         (["tune", "--workload", "nope"], "nope"),
@@ -96,6 +107,11 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
         ),
         (["report", "nowhere"], "nowhere"),
         (["show", "nothing.json"], "nothing.json: no recommendation there"),
+        (["profile", "--device", "h200_sxm"], "--device='h200_sxm': must be one of auto, cpu, cuda"),
+        (["profile", "--time-limit", "0"], "--time-limit=0.0: must be above 0"),
+        (["profile", "--out", "p.csv"], "--out='p.csv': must end in .json"),
+        (["profile", "--max-tokens", "8"], "--max-tokens=8: must be at least max_num_seqs=8"),
+        (["tune", "--device", "none.json"], "--device='none.json': there is no such profile"),
         (["tune", "--num-trials", "three"], "--num-trials"),
         (["tune", "--no-such-flag"], "--no-such-flag"),
     ],

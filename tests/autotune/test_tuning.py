@@ -166,7 +166,7 @@ def test_an_interrupted_tuning_gives_the_same_recommendation(tmp_path: Path, wor
 
 
 def test_settings_are_checked_by_name() -> None:
-    with pytest.raises(ValueError, match="min_budget=4: must be at least max_num_seqs=16"):
+    with pytest.raises(ValueError, match="min_budget=4: must be at least max_num_seqs=8"):
         tune(min_budget=4)
     with pytest.raises(ValueError, match="dtype='int4': must be one of auto, fp32, bf16, fp16"):
         tune(dtype="int4")

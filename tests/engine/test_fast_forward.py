@@ -76,7 +76,7 @@ def assert_same(one: RunRecord, other: RunRecord) -> None:
                 assert first.dtype == second.dtype
     np.testing.assert_array_equal(one.token_request, other.token_request)
     np.testing.assert_array_equal(one.token_s, other.token_s)
-    assert (one.token_request.dtype, one.token_s.dtype) == (np.int64, np.float64)
+    assert [str(column.dtype) for column in (one.token_request, one.token_s)] == ["int64", "float64"]
 
 
 REQUESTS = st.lists(

@@ -71,7 +71,12 @@ def test_a_row_cannot_outgrow_the_table() -> None:
 def test_sizes_below_one_are_refused(name: str) -> None:
     sizes = {"num_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_blocks_per_seq": 1} | {name: 0}
     with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
-        BlockManager(**sizes)
+        BlockManager(
+            num_blocks=sizes["num_blocks"],
+            block_size=sizes["block_size"],
+            max_num_seqs=sizes["max_num_seqs"],
+            max_blocks_per_seq=sizes["max_blocks_per_seq"],
+        )
 
 
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "append", "free"]), st.integers(1, 60)), max_size=60))
