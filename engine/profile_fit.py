@@ -73,7 +73,7 @@ def fit_table(samples: Samples, grid: ProfileGrid, subject: Subject) -> LatencyT
         tensor_parallel=1,
         layer_ops=(token_wise,),
         logits=logits,
-        prefill=_prefill(times, spreads, grid, token_wise, layers),
+        prefill=_prefill(times, spreads, grid, token_wise, chunks, layers),
         decode=_decode(times, spreads, grid, token_wise, logits, layers),
         overhead_ms=subject.loop_ms,
         overhead_source="measured",
@@ -134,11 +134,12 @@ def median_error(table: LatencyTable, runs: Sequence[TimedIteration]) -> float:
 @dataclass(frozen=True, kw_only=True)
 class _ChunkCost:
     """Attention of a chunk without a prefix: ``fixed_ms`` for the chunk and, by the slope in the prefix, half of its
-    own tokens for each of them (causal pairs)."""
+    own tokens for each of them (causal pairs). ``knots`` are the rows of the surface that will hold it."""
 
     fixed_ms: float
     rows: FloatArray
     pair_ms: FloatArray
+    knots: tuple[int, ...]
 
     @classmethod
     def of(cls, times: Mapping[IterationShape, float], grid: ProfileGrid) -> _ChunkCost:
@@ -154,7 +155,12 @@ class _ChunkCost:
                 slope, _ = np.polyfit(longer, latency_ms, 1)
                 rows.append(float(row))
                 pair_ms.append(max(0.0, float(slope)) / row)
-        cost = cls(fixed_ms=0.0, rows=np.array(rows or [1.0]), pair_ms=np.array(pair_ms or [0.0]))
+        cost = cls(
+            fixed_ms=0.0,
+            rows=np.array(rows or [1.0]),
+            pair_ms=np.array(pair_ms or [0.0]),
+            knots=tuple(_dense_rows(grid.chunk_rows(_has_fine_chunks(times, grid)))),
+        )
         pair = grid.split_pair()
         if pair is None:
             return cost
@@ -168,6 +174,11 @@ class _ChunkCost:
         pair_ms = float(np.interp(np.log(chunk), np.log(self.rows), self.pair_ms))
         return self.fixed_ms + pair_ms * chunk * (chunk + 1) / 2
 
+    def between_knots(self, chunk: int) -> float:
+        """The same as the surface gives it, along lines between its rows: so that the sum with the token-wise part is
+        what was measured."""
+        return float(np.interp(chunk, self.knots, [self.at(knot) for knot in self.knots]))
+
 
 def _token_wise(
     times: Mapping[IterationShape, float],
@@ -180,7 +191,7 @@ def _token_wise(
     for count in grid.token_candidates():
         shape = grid.tokens_shape(count)
         if shape in times:
-            rest = times[shape] - sum(chunks.at(chunk) for chunk, _ in shape.chunks)
+            rest = times[shape] - sum(chunks.between_knots(chunk) for chunk, _ in shape.chunks)
             tokens.append(count)
             latency_ms.append(max(rest, 0.05 * times[shape]) / num_layers)
             std_ms.append(spreads[shape] / num_layers)
@@ -232,14 +243,14 @@ def _prefill(
     spreads: Mapping[IterationShape, float],
     grid: ProfileGrid,
     token_wise: StepCurve,
+    chunks: _ChunkCost,
     num_layers: int,
 ) -> Surface:
-    wanted = [grid.chunk_shape(row, prefix) for row in grid.chunk_rows(True) for prefix in grid.prefixes(True)]
-    fine = all(shape is None or shape in times for shape in wanted)
+    fine = _has_fine_chunks(times, grid)
     rows, columns = grid.chunk_rows(fine), grid.prefixes(fine)
     shapes = [[grid.chunk_shape(row, prefix) for prefix in columns] for row in rows]
     fixed_ms = token_wise.at(rows) * num_layers
-    surface = _surface(shapes, times, spreads, fixed_ms, rows, columns, num_layers)
+    surface = _densified(_surface(shapes, times, spreads, fixed_ms, rows, columns, num_layers), chunks, num_layers)
     # No chunk has 0 tokens; a row of next to nothing says that further chunks of a batch save nothing by themselves.
     return replace(
         surface,
@@ -248,6 +259,40 @@ def _prefill(
         std_ms=np.vstack([np.zeros(len(columns)), surface.std_ms]),
         sources=np.vstack([np.full(len(columns), _DERIVED, dtype=np.int8), surface.sources]),
     )
+
+
+def _dense_rows(rows: Sequence[int]) -> list[int]:
+    """The rows and enough between them for lines to follow the square of the chunk."""
+    step = max(64, rows[-1] // 64)
+    return sorted({*rows, *range(step, rows[-1], step)})
+
+
+def _densified(surface: Surface, chunks: _ChunkCost, num_layers: int) -> Surface:
+    """The surface with rows in between: a chunk's own pairs as their square, the rest along lines."""
+    rows = np.array(_dense_rows(surface.rows.tolist()), dtype=np.int64)
+    own_ms = {int(row): chunks.at(int(row)) / num_layers for row in rows}
+    own_at_rows = np.array([own_ms[row] for row in surface.rows.tolist()])
+
+    def along(values: FloatArray) -> FloatArray:
+        return np.stack([np.interp(rows, surface.rows, column) for column in values.T], axis=1)
+
+    rest_ms = along(surface.latency_ms - own_at_rows[:, None])
+    latency_ms = rest_ms + np.array([own_ms[row] for row in rows.tolist()])[:, None]
+    least_ms = LEAST_SHARE * surface.latency_ms.max()
+    above = np.searchsorted(surface.rows, rows)
+    below = np.where(surface.rows[above] == rows, above, above - 1)
+    return replace(
+        surface,
+        rows=rows,
+        latency_ms=np.maximum(latency_ms, least_ms),
+        std_ms=along(surface.std_ms),
+        sources=np.maximum(surface.sources[above], surface.sources[below]),
+    )
+
+
+def _has_fine_chunks(times: Mapping[IterationShape, float], grid: ProfileGrid) -> bool:
+    wanted = [grid.chunk_shape(row, prefix) for row in grid.chunk_rows(True) for prefix in grid.prefixes(True)]
+    return all(shape is None or shape in times for shape in wanted)
 
 
 def _decode(
