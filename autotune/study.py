@@ -38,7 +38,8 @@ class BudgetSampler(TPESampler):
 
     Closing in halves the untried aligned budgets between the incumbent (the fastest feasible budget, or the one
     closest to the SLO) and its nearest neighbours that were run, the larger side first: throughput and TBT both
-    rise with the budget but for the staircase. TPE then looks where that picture may be wrong. No budget is
+    rise with the budget but for the staircase. TPE then looks where that picture may be wrong, in turn with the next
+    budgets below the incumbent, which take its place should it not hold the SLO when repeated. No budget is
     proposed twice: one that was run (or failed) becomes the nearest not run yet, by ratio. The random state
     depends on ``seed`` and the trial's number alone, so a resumed study goes on as it would have.
     """
@@ -66,7 +67,7 @@ class BudgetSampler(TPESampler):
         fresh = fresh_params(self._space, study)
         if not fresh:
             return {}
-        closer = self._close_in(study, fresh)
+        closer = self._close_in(study, fresh) or self._step_down(study, fresh, trial.number)
         if closer is not None:
             return {"edge_index": closer[0], "kind": closer[1]}
         proposal = super().sample_relative(study, trial, search_space)
@@ -77,6 +78,17 @@ class BudgetSampler(TPESampler):
             budget = candidate.token_budget
             edge_index, kind = min(fresh, key=lambda params: _ratio(self._space, params, budget))
         return {"edge_index": edge_index, "kind": kind}
+
+    def _step_down(
+        self, study: optuna.Study, fresh: Sequence[tuple[int, str]], trial_number: int
+    ) -> tuple[int, str] | None:
+        """Every second trial, the next untried aligned budget below the incumbent: what is left to recommend when the
+        incumbent turns out, repeated, not to hold the SLO. None otherwise, or when there is none."""
+        leader = next(iter(shortlist(finished_rows(study), 1)), None)
+        if leader is None or trial_number % 2:
+            return None
+        below = [params for params in fresh if params[1] == "aligned" and self._space.edges[params[0]] < leader]
+        return max(below, default=None)
 
     def _close_in(self, study: optuna.Study, fresh: Sequence[tuple[int, str]]) -> tuple[int, str] | None:
         """The middle of the untried aligned budgets next to the incumbent; None when there are none."""
