@@ -110,7 +110,7 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
         (["profile", "--device", "h200_sxm"], "--device='h200_sxm': must be one of auto, cpu, cuda"),
         (["profile", "--time-limit", "0"], "--time-limit=0.0: must be above 0"),
         (["profile", "--out", "p.csv"], "--out='p.csv': must end in .json"),
-        (["profile", "--max-tokens", "8"], "--max-tokens=8: must be at least max_num_seqs=8"),
+        (["profile", "--max-tokens", "4"], "--max-tokens=4: must be at least max_num_seqs=8"),
         (["tune", "--device", "none.json"], "--device='none.json': there is no such profile"),
         (["tune", "--num-trials", "three"], "--num-trials"),
         (["tune", "--no-such-flag"], "--no-such-flag"),
