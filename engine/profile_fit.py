@@ -87,22 +87,24 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
     """The table with its fixed and token-wise part, prefill attention and decode attention scaled to whole engine
     runs, where pages are scattered and caches cold; and the three factors.
 
-    Least squares of relative errors against a prior around 1.0, as strong as these errors are noisy; iterations three
-    times off the table are left out.
+    Least squares of measured ÷ predicted, so that sums of durations come out right, against a prior around 1.0 that is
+    as strong as these ratios are noisy; iterations three times off the table are left out.
     """
-    rows, names = [], ("token_wise", "prefill_attention", "decode_attention")
+    rows, ratios, names = [], [], ("token_wise", "prefill_attention", "decode_attention")
     for run in runs:
         parts = table.iteration(run.shape).parts_ms
         attention = [parts.get("prefill_attention", 0.0), parts.get("decode_attention", 0.0)]
-        row = np.array([sum(parts.values()) - sum(attention), *attention]) / run.duration_ms
-        if 1 / 3 < row.sum() < 3:
-            rows.append(row)
+        total_ms = sum(parts.values())
+        ratio = run.duration_ms / total_ms
+        if 1 / 3 < ratio < 3:
+            rows.append(np.array([total_ms - sum(attention), *attention]) / total_ms)
+            ratios.append(ratio)
     if not rows:
         return table, dict.fromkeys(names, 1.0)
-    shares = np.array(rows)
-    freely = _factors(shares, pull=1e-3)
-    noise = max(0.02, float(np.median(np.abs(shares @ freely - 1.0))))
-    factors = _factors(shares, pull=noise * np.sqrt(ALIKE_ITERATIONS) / FACTOR_STD)
+    shares, measured = np.array(rows), np.array(ratios)
+    freely = _factors(shares, measured, pull=1e-3)
+    noise = max(0.02, float(np.median(np.abs(shares @ freely - measured))))
+    factors = _factors(shares, measured, pull=noise * np.sqrt(ALIKE_ITERATIONS) / FACTOR_STD)
     fixed, prefill, decode = factors.tolist()
     return replace(
         table,
@@ -115,11 +117,11 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
     ), dict(zip(names, factors.tolist(), strict=True))
 
 
-def _factors(shares: FloatArray, *, pull: float) -> FloatArray:
-    """Factors of the columns whose rows then add up to 1.0, each drawn to 1.0 as if by a row of ``pull``."""
-    num_rows, num_parts = shares.shape
+def _factors(shares: FloatArray, measured: FloatArray, *, pull: float) -> FloatArray:
+    """Factors of the columns whose rows then add up to ``measured``, each drawn to 1.0 as if by a row of ``pull``."""
+    num_parts = shares.shape[1]
     left = np.vstack([shares, pull * np.eye(num_parts)])
-    right = np.concatenate([np.ones(num_rows), np.full(num_parts, pull)])
+    right = np.concatenate([measured, np.full(num_parts, pull)])
     solution, *_ = np.linalg.lstsq(left, right, rcond=None)
     factors: FloatArray = np.clip(solution, 1 / LARGEST_FACTOR, LARGEST_FACTOR)
     return factors
