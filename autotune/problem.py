@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def read_device(config: TuneConfig, executor: Executor, workload: Workload, edge
     if staircase is not None:
         found = staircase_edges(staircase, max_budget)
     return DeviceFacts(
-        reference=reference_decode(executor, replace(engine_config, num_kv_blocks=num_kv_blocks)),
+        reference=reference_decode(executor, engine_config),  # sized by memory, not by this study's cache
         num_kv_blocks=num_kv_blocks,
         edges=tuple(found),
         edge_sources=tuple(found.values()),
