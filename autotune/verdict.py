@@ -106,6 +106,8 @@ def describe_alternative(contender: Contender, choice: Choice, slo: SLO) -> str:
     if mine is None or theirs is None:
         return "no throughput figure"
     change = mine.value / theirs.value - 1.0
+    if contender.rows[0].role == "search" and change >= 0.0:
+        return f"{change:+.1%} throughput in its one run, too little to be repeated"
     if change >= 0.0:
         return f"{change:+.1%} throughput, but its iterations are less even"
     return f"{change:+.1%} throughput"
