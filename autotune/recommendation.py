@@ -128,7 +128,7 @@ class Recommendation:
 
     def sglang_args(self, *, page_size: int = 1) -> dict[str, Argument]:
         """SGLang server arguments; ``chunked_prefill_size`` is a multiple of ``page_size``."""
-        return self._arguments(lambda **settings: exports.sglang_args(page_size=page_size, **settings))
+        return self._arguments(lambda settings: exports.sglang_args(settings, page_size=page_size))
 
     def trtllm_args(self) -> dict[str, Argument]:
         """``trtllm-serve`` options."""
@@ -237,10 +237,10 @@ class Recommendation:
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
 
-    def _arguments(self, export: Callable[..., dict[str, Argument]]) -> dict[str, Argument]:
+    def _arguments(self, export: Callable[[exports.ServerSettings], dict[str, Argument]]) -> dict[str, Argument]:
         if self.token_budget is None:
             raise ValueError("token_budget=None: this study found no budget to export")
-        return export(
+        settings = exports.ServerSettings(
             token_budget=self.token_budget,
             max_num_seqs=self.engine.max_num_seqs,
             max_model_len=self.engine.max_model_len,
@@ -248,6 +248,7 @@ class Recommendation:
             tensor_parallel=self.key.tensor_parallel,
             pipeline_parallel=self.key.pipeline_parallel,
         )
+        return export(settings)
 
 
 def _mapping(data: Mapping[str, object], name: str) -> dict[str, object]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,13 +147,10 @@ def test_sarathi_and_launch_lines() -> None:
 
 
 def test_fp8_is_a_quantization_for_vllm_and_sglang() -> None:
-    settings = {
-        "token_budget": 1024,
-        "max_num_seqs": 128,
-        "max_model_len": 4096,
-        "tensor_parallel": 1,
-        "pipeline_parallel": 1,
-    }
+    fp8 = exports.ServerSettings(
+        token_budget=1024, max_num_seqs=128, max_model_len=4096, dtype="fp8", tensor_parallel=1, pipeline_parallel=1
+    )
+    bf16 = replace(fp8, dtype="bf16")
     for arguments in (exports.vllm_args, exports.sglang_args):
-        assert arguments(dtype="fp8", **settings)["quantization"] == "fp8"
-        assert "quantization" not in arguments(dtype="bf16", **settings)
+        assert arguments(fp8)["quantization"] == "fp8"
+        assert "quantization" not in arguments(bf16)
