@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -15,14 +16,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..engine import POLICY_NAMES, Engine, EngineConfig
+from ..engine import Engine, EngineConfig
 from ..engine.metrics import compute_metrics
 from ..engine.traces import load_prompts
 from ..kernels.errors import TileBudgetError
 from ..reports import build_report
-from .config import DEFAULTS_BY_DEVICE, HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
+from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
 from .console import TuneProgress, counting_progress, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
+from .options import DEVICE, ENGINE, RUNTIME, STUDY, TRAFFIC, Json, Setting, takes
 from .problem import load_workload, workload_summary
 from .profiles import default_profile_path, profile_device
 from .recommendation import FORMATS, Recommendation
@@ -44,62 +46,6 @@ app = typer.Typer(
 )
 
 
-def _by_device(name: str, more: str = "") -> str:
-    """What an option defaults to, in its help."""
-    cpu, cuda, modelled = (DEFAULTS_BY_DEVICE[kind][name] for kind in ("cpu", "cuda", "modelled"))
-    return f"Default: {cpu} on a CPU, {cuda} on CUDA, {modelled}{more} when modelled."
-
-
-Model = Annotated[str, typer.Option(help="Preset name, or a Hugging Face folder (config.json and safetensors).")]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="auto (CUDA if there is one), cpu or cuda; or one that is modelled, such as h200_sxm or the .json file of "
-        "a profile: see `tilebudget devices`."
-    ),
-]
-Kernels = Annotated[
-    str | None,
-    typer.Option(
-        help="torch, triton or auto (the faster of the two by operation) here; vllm, sglang or trtllm: whose kernels a "
-        "modelled device runs. Default: auto, or the first measured."
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(help="auto, fp32, bf16 or fp16; bf16 or fp8 when modelled. auto: fp32 on the CPU, else bf16."),
-]
-TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel degree of a modelled device.")]
-Trace = Annotated[
-    Path | None,
-    typer.Option(help="Trace file: Azure or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON, Sarathi/Vidur lengths CSV."),
-]
-WorkloadName = Annotated[str, typer.Option(help="Built-in workload, used without --trace; fixed:PROMPT:OUTPUT too.")]
-NumRequests = Annotated[
-    int | None,
-    typer.Option(
-        help="Requests to serve: the first of a trace, or drawn from a preset. "
-        + _by_device("num_requests", ", or a whole trace,")
-    ),
-]
-Arrivals = Annotated[
-    str | None,
-    typer.Option(help="trace, poisson, fixed or saturated. Default: a trace's own times, a preset all at once."),
-]
-Qps = Annotated[float | None, typer.Option(help="Requests per second of poisson and fixed arrivals, or of the trace.")]
-Overlong = Annotated[str, typer.Option(help="Requests over --max-model-len: clip or drop; counted either way.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help=f"Most requests that run at once. {_by_device('max_num_seqs')}")]
-MaxModelLen = Annotated[
-    int | None, typer.Option(help=f"Most tokens, prompt and output, of one request. {_by_device('max_model_len')}")
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.")]
-NumKvBlocks = Annotated[int | None, typer.Option(help="KV blocks. Default: what free memory holds.")]
-Policy = Annotated[str, typer.Option(help=f"Batching policy: {', '.join(POLICY_NAMES)}.")]
-Seed = Annotated[int, typer.Option(help="Seed of weights, prompts, arrivals and the search.")]
-NumThreads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-
-
 @app.callback(invoke_without_command=True)
 def root(show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Find the token budget to serve an LLM with, and why."""
@@ -109,53 +55,18 @@ def root(show_version: Annotated[bool, typer.Option("--version", help="Print the
 
 
 @app.command("tune")
+@takes(*DEVICE, *TRAFFIC, *STUDY, *ENGINE, *RUNTIME)
 def tune_command(
-    model: Model = DEFAULT.model,
-    device: Device = DEFAULT.device,
-    kernels: Kernels = DEFAULT.kernels,
-    dtype: Dtype = DEFAULT.dtype,
-    tensor_parallel: TensorParallel = DEFAULT.tensor_parallel,
-    trace: Trace = DEFAULT.trace,
-    workload: WorkloadName = DEFAULT.workload,
-    num_requests: NumRequests = None,
-    arrivals: Arrivals = DEFAULT.arrivals,
-    qps: Qps = DEFAULT.qps,
-    overlong: Overlong = DEFAULT.overlong,
-    tbt_slo: Annotated[
-        str, typer.Option(help="P99 TBT: strict (5x the reference decode iteration), relaxed (25x), or such as 20ms.")
-    ] = DEFAULT.tbt_slo,
-    policy: Policy = DEFAULT.policy,
-    min_budget: Annotated[int | None, typer.Option(help="Smallest budget. Default: --max-num-seqs.")] = None,
-    max_budget: Annotated[
-        int | None, typer.Option(help="Largest budget. Default: 8192, or all prompt tokens if fewer.")
-    ] = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_model_len: MaxModelLen = None,
-    block_size: BlockSize = DEFAULT.block_size,
-    num_kv_blocks: NumKvBlocks = DEFAULT.num_kv_blocks,
-    pipeline_stages: Annotated[
-        int, typer.Option(help="Stages (2, 4 or 8) whose bubble fraction is the second objective.")
-    ] = DEFAULT.pipeline_stages,
-    num_trials: Annotated[
-        int | None, typer.Option(help=f"Budgets that the search may run. {_by_device('num_trials')}")
-    ] = None,
-    num_contenders: Annotated[int, typer.Option(help="Best budgets to repeat.")] = DEFAULT.num_contenders,
-    repeats: Annotated[int, typer.Option(help="Interleaved repeats of each of them.")] = DEFAULT.repeats,
-    seed: Seed = DEFAULT.seed,
-    num_threads: NumThreads = DEFAULT.num_threads,
-    warm_start: Annotated[
-        bool,
-        typer.Option(help="On a device here: profile it first, and begin with the budgets that a model of it favours."),
-    ] = DEFAULT.warm_start,
+    *,
     run_dir: Annotated[
         Path | None, typer.Option(help="Run folder; one with an unfinished study is resumed. Default: runs/TIME-MODEL.")
     ] = None,
     as_json: Json = False,
+    **settings: Setting,
 ) -> None:
     """Tune the token budget; with no flags, that of a built-in model on the device here."""
-    given = locals()
-    config = TuneConfig(**{field.name: given[field.name] for field in fields(TuneConfig)})
-    folder = run_dir or default_run_dir(model)
+    config = _config(settings)
+    folder = run_dir or default_run_dir(config.model)
     console = Console(stderr=True)
     try:
         with TuneProgress(console) as progress:
@@ -176,45 +87,28 @@ def tune_command(
 
 
 @app.command("run")
+@takes(*DEVICE, *TRAFFIC, *ENGINE, *RUNTIME)
 def run_command(
+    *,
     token_budget: Annotated[str, typer.Option(help="Most tokens per iteration, or `unlimited`.")] = "512",
-    model: Model = DEFAULT.model,
-    device: Device = DEFAULT.device,
-    kernels: Kernels = DEFAULT.kernels,
-    dtype: Dtype = DEFAULT.dtype,
-    tensor_parallel: TensorParallel = DEFAULT.tensor_parallel,
     prompts: Annotated[
         Path | None, typer.Option(help='JSONL rows {"prompt_token_ids": [...], "output_tokens": n}, all at time 0.')
     ] = None,
-    trace: Trace = DEFAULT.trace,
-    workload: WorkloadName = DEFAULT.workload,
-    num_requests: NumRequests = None,
-    arrivals: Arrivals = DEFAULT.arrivals,
-    qps: Qps = DEFAULT.qps,
-    overlong: Overlong = DEFAULT.overlong,
-    policy: Policy = DEFAULT.policy,
-    max_num_seqs: MaxNumSeqs = None,
-    max_model_len: MaxModelLen = None,
-    block_size: BlockSize = DEFAULT.block_size,
-    num_kv_blocks: NumKvBlocks = DEFAULT.num_kv_blocks,
-    seed: Seed = DEFAULT.seed,
-    num_threads: NumThreads = DEFAULT.num_threads,
     as_json: Json = False,
+    **settings: Setting,
 ) -> None:
     """Run one budget under one policy and print its metrics; with --json and --prompts the greedy outputs too."""
-    given = locals()
-    shared = {field.name: given[field.name] for field in fields(TuneConfig) if field.name in given}
-    config = TuneConfig(**shared)
+    config = _config(settings)
     executor = make_executor(config)
     requests = load_prompts(prompts) if prompts is not None else load_workload(config, executor.max_position)
     engine_config = EngineConfig(
         token_budget=_parse_budget(token_budget),
-        policy=policy,
+        policy=config.policy,
         max_num_seqs=config.max_num_seqs,
         max_model_len=min(config.max_model_len, executor.max_position),
-        block_size=block_size,
-        num_kv_blocks=num_kv_blocks,
-        seed=seed,
+        block_size=config.block_size,
+        num_kv_blocks=config.num_kv_blocks,
+        seed=config.seed,
     )
     record = Engine(executor).run(requests, engine_config)
     metrics = compute_metrics(record).to_row()
@@ -235,13 +129,13 @@ def run_command(
 
 
 @app.command("profile")
+@takes("model", "dtype", "max_num_seqs", "max_model_len", "block_size", "num_kv_blocks", *RUNTIME)
 def profile_command(
-    model: Model = DEFAULT.model,
+    *,
     device: Annotated[str, typer.Option(help="auto (CUDA if there is one), cpu or cuda.")] = DEFAULT.device,
     kernels: Annotated[
         str | None, typer.Option(help="torch, triton or auto (the faster of the two by operation). Default: auto.")
     ] = DEFAULT.kernels,
-    dtype: Dtype = DEFAULT.dtype,
     time_limit: Annotated[float, typer.Option(help="Seconds to measure for; a coarse grid is always finished.")] = 60.0,
     out: Annotated[
         Path | None,
@@ -252,25 +146,19 @@ def profile_command(
     max_tokens: Annotated[
         int | None, typer.Option(help="Largest batch to measure. Default: 2048 on the CPU, 8192 on CUDA.")
     ] = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_model_len: MaxModelLen = None,
-    block_size: BlockSize = DEFAULT.block_size,
-    num_kv_blocks: NumKvBlocks = DEFAULT.num_kv_blocks,
-    seed: Seed = DEFAULT.seed,
-    num_threads: NumThreads = DEFAULT.num_threads,
     as_json: Json = False,
+    **settings: Setting,
 ) -> None:
     """Measure the latency table of the device here; `tune --device FILE` and `run --device FILE` then model it."""
-    given = locals()
     if device not in HOST_DEVICES:
         raise ValueError(f"device={device!r}: must be one of {', '.join(HOST_DEVICES)}, only these can be measured")
     if not time_limit > 0:
         raise ValueError(f"time_limit={time_limit}: must be above 0 seconds")
     if out is not None and out.suffix != PROFILE_SUFFIX:
         raise ValueError(f"out={str(out)!r}: must end in {PROFILE_SUFFIX}")
-    config = TuneConfig(**{field.name: given[field.name] for field in fields(TuneConfig) if field.name in given})
+    config = _config({**settings, "device": device, "kernels": kernels})
     executor = make_executor(config)
-    path = out or default_profile_path(model, executor)
+    path = out or default_profile_path(config.model, executor)
     with counting_progress(Console(stderr=True), "profiling, % of the time allowed") as on_done:
         profile = profile_device(
             executor,
@@ -297,7 +185,9 @@ def profile_command(
 
 
 @app.command("tiles")
+@takes("model")
 def tiles_command(
+    *,
     sweep: Annotated[
         Path | None, typer.Option(help="Measured CSV: Vidur's profiling format, or tokens,latency_ms columns.")
     ] = None,
@@ -312,15 +202,16 @@ def tiles_command(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16 for a device here; bf16 or fp8 for a table.")] = "auto",
-    model: Model = DEFAULT.model,
     tensor_parallel: Annotated[
         int | None, typer.Option(help="Tensor-parallel degree. Default: 1, or the smallest in the sweep.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Largest token count to measure here.")] = None,
     min_jump_pct: Annotated[float, typer.Option(help="Smallest step, in percent, to list as an edge.")] = 10.0,
     as_json: Json = False,
+    **settings: Setting,
 ) -> None:
     """Show where one more token costs a step, and the budgets worth trying."""
+    model = str(settings["model"])
     if sweep is None and kernels == "triton" and device not in HOST_DEVICES:
         configs = predict_configs(
             model, device=device, dtype=dtype, tensor_parallel=tensor_parallel or 1, max_tokens=max_tokens
@@ -383,6 +274,10 @@ def devices_command(as_json: Json = False) -> None:
             print(f"{'':37} {kernels}")
     if hint is not None:
         print(f"modelled devices: {hint}")
+
+
+def _config(settings: Mapping[str, Setting]) -> TuneConfig:
+    return TuneConfig(**settings)  # type: ignore[arg-type]
 
 
 def _parse_budget(text: str) -> int | None:

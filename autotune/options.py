@@ -1,0 +1,148 @@
+"""The options that several commands take, each written once: its flag, its type, its help.
+
+An option here is a field of ``TuneConfig`` and has that field's default. To add one: the field, an entry of
+``OPTIONS``, and its name in the group of the commands that take it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..engine import POLICY_NAMES
+from .config import DEFAULTS_BY_DEVICE, TuneConfig
+
+#: The value of one option.
+Setting = str | int | float | Path | None
+
+
+def _by_device(name: str, more: str = "") -> str:
+    """What an option defaults to, in its help."""
+    cpu, cuda, modelled = (DEFAULTS_BY_DEVICE[kind][name] for kind in ("cpu", "cuda", "modelled"))
+    return f"Default: {cpu} on a CPU, {cuda} on CUDA, {modelled}{more} when modelled."
+
+
+OPTIONS: dict[str, object] = {
+    "model": Annotated[str, typer.Option(help="Preset name, or a Hugging Face folder (config.json and safetensors).")],
+    "device": Annotated[
+        str,
+        typer.Option(
+            help="auto (CUDA if there is one), cpu or cuda; or one that is modelled, such as h200_sxm or the .json "
+            "file of a profile: see `tilebudget devices`."
+        ),
+    ],
+    "kernels": Annotated[
+        str | None,
+        typer.Option(
+            help="torch, triton or auto (the faster of the two by operation) here; vllm, sglang or trtllm: whose "
+            "kernels a modelled device runs. Default: auto, or the first measured."
+        ),
+    ],
+    "dtype": Annotated[
+        str,
+        typer.Option(help="auto, fp32, bf16 or fp16; bf16 or fp8 when modelled. auto: fp32 on the CPU, else bf16."),
+    ],
+    "tensor_parallel": Annotated[int, typer.Option(help="Tensor-parallel degree of a modelled device.")],
+    "trace": Annotated[
+        Path | None,
+        typer.Option(
+            help="Trace file: Azure or BurstGPT CSV, Mooncake JSONL, ShareGPT JSON, Sarathi/Vidur lengths CSV."
+        ),
+    ],
+    "workload": Annotated[str, typer.Option(help="Built-in workload, used without --trace; fixed:PROMPT:OUTPUT too.")],
+    "num_requests": Annotated[
+        int | None,
+        typer.Option(
+            help="Requests to serve: the first of a trace, or drawn from a preset. "
+            + _by_device("num_requests", ", or a whole trace,")
+        ),
+    ],
+    "arrivals": Annotated[
+        str | None,
+        typer.Option(help="trace, poisson, fixed or saturated. Default: a trace's own times, a preset all at once."),
+    ],
+    "qps": Annotated[
+        float | None, typer.Option(help="Requests per second of poisson and fixed arrivals, or of the trace.")
+    ],
+    "overlong": Annotated[str, typer.Option(help="Requests over --max-model-len: clip or drop; counted either way.")],
+    "tbt_slo": Annotated[
+        str, typer.Option(help="P99 TBT: strict (5x the reference decode iteration), relaxed (25x), or such as 20ms.")
+    ],
+    "policy": Annotated[str, typer.Option(help=f"Batching policy: {', '.join(POLICY_NAMES)}.")],
+    "min_budget": Annotated[int | None, typer.Option(help="Smallest budget. Default: --max-num-seqs.")],
+    "max_budget": Annotated[
+        int | None, typer.Option(help="Largest budget. Default: 8192, or all prompt tokens if fewer.")
+    ],
+    "max_num_seqs": Annotated[
+        int | None, typer.Option(help=f"Most requests that run at once. {_by_device('max_num_seqs')}")
+    ],
+    "max_model_len": Annotated[
+        int | None, typer.Option(help=f"Most tokens, prompt and output, of one request. {_by_device('max_model_len')}")
+    ],
+    "block_size": Annotated[int, typer.Option(help="Tokens per KV block.")],
+    "num_kv_blocks": Annotated[int | None, typer.Option(help="KV blocks. Default: what free memory holds.")],
+    "pipeline_stages": Annotated[
+        int, typer.Option(help="Stages (2, 4 or 8) whose bubble fraction is the second objective.")
+    ],
+    "num_trials": Annotated[
+        int | None, typer.Option(help=f"Budgets that the search may run. {_by_device('num_trials')}")
+    ],
+    "num_contenders": Annotated[int, typer.Option(help="Best budgets to repeat.")],
+    "repeats": Annotated[int, typer.Option(help="Interleaved repeats of each of them.")],
+    "seed": Annotated[int, typer.Option(help="Seed of weights, prompts, arrivals and the search.")],
+    "num_threads": Annotated[int | None, typer.Option(help="CPU threads. Default: torch's.")],
+    "warm_start": Annotated[
+        bool,
+        typer.Option(help="On a device here: profile it first, and begin with the budgets that a model of it favours."),
+    ],
+}
+
+DEVICE = ("model", "device", "kernels", "dtype", "tensor_parallel")
+TRAFFIC = ("trace", "workload", "num_requests", "arrivals", "qps", "overlong")
+ENGINE = ("policy", "max_num_seqs", "max_model_len", "block_size", "num_kv_blocks")
+RUNTIME = ("seed", "num_threads")
+STUDY = (
+    "tbt_slo",
+    "min_budget",
+    "max_budget",
+    "pipeline_stages",
+    "num_trials",
+    "num_contenders",
+    "repeats",
+    "warm_start",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that gives a command the options ``names``, after those in its own signature; they reach it as its
+    ``**settings``, by the name of the field."""
+    defaults = {field.name: field.default for field in fields(TuneConfig)}
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            parameter
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=OPTIONS[name])
+            for name in names
+        ]
+        parameters = [*(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *shared]
+
+        def run(**given: Setting) -> None:
+            command(**given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return with_options
