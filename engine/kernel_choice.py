@@ -37,7 +37,7 @@ def choose_ops(kernels: str, config: ModelConfig, weights: ModelWeights) -> Torc
 
     Raises ValueError for another name, and for ``triton`` on a CPU outside Triton's interpreter.
     """
-    device, dtype = weights.embedding.device, weights.embedding.dtype
+    device, dtype = weights.device, weights.dtype
     if kernels not in KERNELS:
         raise ValueError(f"kernels={kernels!r}: must be one of {', '.join(KERNELS)}")
     if kernels == "torch" or (kernels == "auto" and device.type == "cpu"):
@@ -71,7 +71,7 @@ def measured_ops(
     A kernel that fails, or whose result is off by more than ``kernels.tolerances`` allows, is not used and its note
     says so.
     """
-    device, dtype = weights.embedding.device, weights.embedding.dtype
+    device, dtype = weights.device, weights.dtype
     one_layer = replace(config, num_layers=1)  # the KV cache of one layer is enough
     notes = dict(unsupported(config, dtype))
     supported = [operation for operation in OPERATIONS if operation not in notes]
@@ -118,11 +118,11 @@ def _calls(
 ) -> list[Call]:
     """The timed call of an operation for each op set, all on the same inputs. A call is told how often it ran before,
     and takes the weights of another layer each time, so that they come from memory as in a model."""
-    layers, embedding = weights.layers, weights.embedding
-    generator = torch.Generator(embedding.device).manual_seed(0)
+    layers, device, dtype = weights.layers, weights.device, weights.dtype
+    generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=embedding.dtype, device=embedding.device).normal_(generator=generator)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
     def norm(ops: TorchOps) -> Call:
         return lambda index: ops.norm(hidden, layers[index % len(layers)].input_norm)
@@ -141,7 +141,7 @@ def _calls(
         return call
 
     def attention(ops: TorchOps) -> Call:
-        step, kv = _attention_batch(batch, rows, context, embedding.device)
+        step, kv = _attention_batch(batch, rows, context, device)
         attend = ops.new_pages(kv.num_blocks, kv.block_size).plan(step)
         return lambda _: attend(0, qkv.clone().view(rows, -1, ops.config.head_dim))  # clone: some rotate in place
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,9 +15,20 @@ from torch import Tensor
 
 from .linear import Linear
 from .model_config import ModelConfig
+from .partition import Part
 
-#: ``(name, shape)`` to the tensor of that name on the model's device and in its dtype.
-TensorSource = Callable[[str, tuple[int, ...]], Tensor]
+
+class Piece(NamedTuple):
+    """The half-open range of a tensor along one dimension that is wanted."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+#: ``(name, shape, piece)`` to that piece of the tensor of that name and (whole) shape, on the model's device and in its
+#: dtype; to the whole tensor for None.
+TensorSource = Callable[[str, tuple[int, ...], Piece | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,68 +47,118 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWeights:
-    """Everything that the forward pass multiplies with. ``lm_head`` shares ``embedding`` where they are tied."""
+    """Everything that the forward pass multiplies with. ``lm_head`` shares ``embedding`` where they are tied.
 
-    embedding: Tensor
+    In a pipeline only the first stage has ``embedding``, only the last one ``final_norm`` and ``lm_head``; else None.
+    """
+
+    embedding: Tensor | None
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
-    lm_head: Linear
+    final_norm: Tensor | None
+    lm_head: Linear | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.layers[0].input_norm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Their type."""
+        return self.layers[0].input_norm.dtype
 
 
-def load_weights(folder: str | Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+def load_weights(
+    folder: str | Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, part: Part | None = None
+) -> ModelWeights:
     """The weights in ``folder``: ``model.safetensors``, or shards listed in ``model.safetensors.index.json``.
 
-    Raises ValueError naming the file and the tensor when one is missing, damaged, or shaped unlike ``config`` says.
+    With a ``part`` only what it holds is read. Raises ValueError naming the file and the tensor when one is missing,
+    damaged, or shaped unlike ``config`` says.
     """
-    return _assemble(config, _CheckpointReader(Path(folder), dtype, device).read)
+    return _assemble(config, part or Part.whole(config), _CheckpointReader(Path(folder), dtype, device).read)
 
 
-def random_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> ModelWeights:
-    """Weights drawn by ``seed``, scaled by ``1 / sqrt(inputs)`` so that activations neither vanish nor overflow."""
-    generator = torch.Generator(device).manual_seed(seed)
+def random_weights(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0, part: Part | None = None
+) -> ModelWeights:
+    """Weights scaled by ``1 / sqrt(inputs)`` so that activations neither vanish nor overflow.
 
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    Each tensor is drawn by ``seed`` and its name alone, so a ``part`` has the values that it has in the whole model.
+    """
+
+    def draw(name: str, shape: tuple[int, ...], piece: Piece | None) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)
+        digest = blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest))
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        return tensor.normal_(std=shape[-1] ** -0.5, generator=generator)
+        tensor.normal_(std=shape[-1] ** -0.5, generator=generator)
+        return tensor if piece is None else _cut(tensor, piece).clone()
 
-    return _assemble(config, draw)
+    return _assemble(config, part or Part.whole(config), draw)
 
 
-def _assemble(config: ModelConfig, read: TensorSource) -> ModelWeights:
-    hidden, vocab = config.hidden_size, config.vocab_size
-    embedding = read("model.embed_tokens.weight", (vocab, hidden))
-    layers = tuple(_layer(config, f"model.layers.{index}.", read) for index in range(config.num_layers))
-    final_norm = read("model.norm.weight", (hidden,))
-    lm_head = embedding if config.tie_embeddings else read("lm_head.weight", (vocab, hidden))
+def _cut(tensor: Tensor, piece: Piece) -> Tensor:
+    return tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
+
+
+def _assemble(config: ModelConfig, part: Part, read: TensorSource) -> ModelWeights:
+    table = (config.vocab_size, config.hidden_size)
+    embedding = read("model.embed_tokens.weight", table, None) if part.is_first else None
+    indices = range(part.first_layer, part.first_layer + part.num_layers)
+    layers = tuple(_layer(config, part, f"model.layers.{index}.", read) for index in indices)
+    if not part.is_last:
+        return ModelWeights(embedding=embedding, layers=layers, final_norm=None, lm_head=None)
+    token_ids = None if part.size == 1 else Piece(0, *part.slice_of(config.vocab_size))
+    if not config.tie_embeddings:
+        lm_head = read("lm_head.weight", table, token_ids)
+    elif embedding is None:
+        lm_head = read("model.embed_tokens.weight", table, token_ids)
+    else:
+        lm_head = embedding if token_ids is None else _cut(embedding, token_ids)
+    final_norm = read("model.norm.weight", (config.hidden_size,), None)
     return ModelWeights(embedding=embedding, layers=layers, final_norm=final_norm, lm_head=Linear(lm_head))
 
 
-def _layer(config: ModelConfig, prefix: str, read: TensorSource) -> LayerWeights:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size, head_dim = config.q_size, config.kv_size, config.head_dim
+def _layer(config: ModelConfig, part: Part, prefix: str, read: TensorSource) -> LayerWeights:
+    """One layer. Of a tensor-parallel rank the projections into heads and into the MLP have its share of the outputs
+    (their rows), the ones back its share of the inputs (their columns): Megatron-LM (2019), section 3."""
+    hidden, head_dim, split = config.hidden_size, config.head_dim, part.size > 1
 
     def norm(name: str, size: int) -> Tensor:
-        return read(f"{prefix}{name}.weight", (size,))
+        return read(f"{prefix}{name}.weight", (size,), None)
 
-    def linear(parts: Iterable[tuple[str, int]], inputs: int, bias: bool) -> Linear:
-        """Several projections of the same input as one, their rows stacked in order."""
-        weights = [read(f"{prefix}{name}.weight", (size, inputs)) for name, size in parts]
-        biases = [read(f"{prefix}{name}.bias", (size,)) for name, size in parts] if bias else []
+    def into(parts: Iterable[tuple[str, int, int]], bias: bool) -> Linear:
+        """Several projections of the hidden state as one, the rows of each, ``count`` groups of ``width``, in order."""
+        weights, biases = [], []
+        for name, count, width in parts:
+            start, stop = part.slice_of(count)
+            piece = Piece(0, start * width, stop * width) if split else None
+            weights.append(read(f"{prefix}{name}.weight", (count * width, hidden), piece))
+            if bias:
+                biases.append(read(f"{prefix}{name}.bias", (count * width,), piece))
         return Linear(_stack(weights), _stack(biases) if bias else None)
 
-    attention = [("self_attn.q_proj", q_size), ("self_attn.k_proj", kv_size), ("self_attn.v_proj", kv_size)]
-    up = [("mlp.gate_proj", inner)] if config.gated_mlp else []
+    def back(name: str, count: int, width: int, bias: bool) -> Linear:
+        """A projection to the hidden state. The ranks' results are added up, so the first one alone has the bias."""
+        start, stop = part.slice_of(count)
+        piece = Piece(1, start * width, stop * width) if split else None
+        weight = read(f"{prefix}{name}.weight", (hidden, count * width), piece)
+        return Linear(weight, read(f"{prefix}{name}.bias", (hidden,), None) if bias and part.rank == 0 else None)
+
+    heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
+    kv = [("self_attn.k_proj", kv_heads, head_dim), ("self_attn.v_proj", kv_heads, head_dim)]
+    gate = [("mlp.gate_proj", inner, 1)] if config.gated_mlp else []
     return LayerWeights(
         input_norm=norm("input_layernorm", hidden),
-        qkv=linear(attention, hidden, config.qkv_bias),
+        qkv=into([("self_attn.q_proj", heads, head_dim), *kv], config.qkv_bias),
         q_norm=norm("self_attn.q_norm", head_dim) if config.qk_norm else None,
         k_norm=norm("self_attn.k_norm", head_dim) if config.qk_norm else None,
-        o=linear([("self_attn.o_proj", hidden)], q_size, config.o_bias),
+        o=back("self_attn.o_proj", heads, head_dim, config.o_bias),
         mlp_norm=norm("post_attention_layernorm", hidden),
-        up=linear([*up, ("mlp.up_proj", inner)], hidden, config.mlp_bias),
-        down=linear([("mlp.down_proj", hidden)], inner, config.mlp_bias),
+        up=into([*gate, ("mlp.up_proj", inner, 1)], config.mlp_bias),
+        down=back("mlp.down_proj", inner, 1, config.mlp_bias),
     )
 
 
@@ -112,21 +175,30 @@ class _CheckpointReader:
         self._folder = folder
         self._file_of = _index(folder)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], piece: Piece | None) -> Tensor:
         file = self._file_of.get(name)
         if file is None:
             raise ValueError(f"{self._folder}: tensor {name!r} is missing from its safetensors files")
         try:
             with safe_open(file, framework="pt", device="cpu") as opened:
-                tensor: Tensor = opened.get_tensor(name)
+                stored = opened.get_slice(name)
+                found = tuple(stored.get_shape())
+                if found == shape:
+                    tensor: Tensor = stored[_index_of(piece)]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file}: cannot read tensor {name!r}: {error}") from None
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{file}: tensor {name!r} is {tuple(tensor.shape)}: must be {shape} by config.json")
+        if found != shape:
+            raise ValueError(f"{file}: tensor {name!r} is {found}: must be {shape} by config.json")
         if not tensor.is_floating_point():
             raise ValueError(f"{file}: tensor {name!r} is {tensor.dtype}: must be a floating point type")
         # copy: without it the tensor stays a view of the mapped file, unaligned and read from disk on first use.
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)
+
+
+def _index_of(piece: Piece | None) -> tuple[slice, ...]:
+    if piece is None:
+        return (slice(None),)
+    return (*[slice(None)] * piece.dim, slice(piece.start, piece.stop))
 
 
 def _index(folder: Path) -> dict[str, Path]:

@@ -101,6 +101,8 @@ def test_model_without_a_gate_is_down_gelu_up() -> None:
     layer.o.weight.zero_()
     logits = prompt_logits(model, [3, 1, 4])
 
+    assert model.weights.embedding is not None
+    assert model.weights.lm_head is not None
     x = model.weights.embedding[[3, 1, 4]]
     norm = torch.nn.RMSNorm(model.config.hidden_size, eps=model.config.rms_norm_eps)
     with torch.no_grad():

@@ -177,6 +177,7 @@ def test_other_runtime_errors_pass_unchanged(executor: TorchExecutor, monkeypatc
 def test_non_finite_logits_are_an_error_and_leave_no_trace(value: float, executor: TorchExecutor) -> None:
     expected = serve(executor).outputs
     embedding = executor.model.weights.embedding
+    assert embedding is not None
     kept = embedding[5].clone()
     embedding[5] = value
     prompt = Request(arrival_s=0.0, prompt_tokens=30, output_tokens=2, prompt_token_ids=(5,) * 30)

@@ -54,12 +54,16 @@ def test_a_sharded_checkpoint_was_really_sharded(reference: Callable[[str], Simp
 
 def test_tied_embeddings_are_the_output_layer(reference: Callable[[str], SimpleNamespace]) -> None:
     tied, untied = load(reference("qwen2").folder), load(reference("qwen3").folder)
+    assert tied.lm_head
+    assert untied.lm_head
+    assert untied.embedding is not None
     torch.testing.assert_close(tied.lm_head.weight, tied.embedding)
     assert not torch.equal(untied.lm_head.weight, untied.embedding)
 
 
 def test_weights_are_cast_to_the_dtype_asked_for(reference: Callable[[str], SimpleNamespace]) -> None:
     weights = load(reference("qwen3").folder, torch.bfloat16)
+    assert weights.embedding is not None
     assert weights.embedding.dtype == weights.layers[0].qkv.weight.dtype == torch.bfloat16
 
 
@@ -136,6 +140,9 @@ def test_random_weights_depend_on_the_seed_alone() -> None:
 def test_num_parameters_counts_the_tensors(changes: dict[str, Any]) -> None:
     config = replace(PRESETS["tiny-llama"], **changes)
     weights = random_weights(config, dtype=torch.float32, device=CPU)
+    assert weights.embedding is not None
+    assert weights.final_norm is not None
+    assert weights.lm_head is not None
     tensors = [weights.embedding, weights.final_norm]
     tensors += [] if config.tie_embeddings else [weights.lm_head.weight]
     for layer in weights.layers:
