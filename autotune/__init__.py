@@ -2,11 +2,12 @@
 
 from .config import TuneConfig
 from .recommendation import Key, Recommendation, RecommendationMismatchError
-from .store import RecommendationNotFoundError, load_recommendation, save_recommendation
+from .store import NearestMatchWarning, RecommendationNotFoundError, load_recommendation, save_recommendation
 from .tuning import tune
 
 __all__ = [
     "Key",
+    "NearestMatchWarning",
     "Recommendation",
     "RecommendationMismatchError",
     "RecommendationNotFoundError",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+import warnings
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -27,9 +28,10 @@ from .devices import list_devices, make_executor, silicon_hint
 from .options import DEVICE, ENGINE, RUNTIME, STUDY, TRAFFIC, Json, Setting, takes
 from .problem import load_workload, workload_summary
 from .profiles import default_profile_path, profile_device
-from .recommendation import FORMATS, Recommendation
+from .recommendation import CONTAINER, FORMATS
 from .run_folder import default_run_dir
-from .store import load_recommendation
+from .schema import published_schema
+from .store import NearestMatchWarning, load_recommendation
 from .tiles import analyse_device, analyse_sweep_file, predict_configs
 from .tuning import tune
 
@@ -245,18 +247,34 @@ def report_command(
 
 @app.command("show")
 def show_command(
-    recommendation: Annotated[str, typer.Argument(help="Run folder, recommendation.json, or a model in the store.")],
+    recommendation: Annotated[
+        str | None, typer.Argument(help="Run folder, recommendation.json, or a model or entry of the store.")
+    ] = None,
     format_name: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "vllm",
     device: Annotated[str | None, typer.Option(help="Must be the device that it was tuned for.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Must be the dtype that it was tuned for.")] = None,
     tensor_parallel: Annotated[int | None, typer.Option(help="Must be the degree that it was tuned for.")] = None,
     page_size: Annotated[int, typer.Option(help="SGLang's page size; the chunk is a multiple of it.")] = 1,
+    container: Annotated[str, typer.Option(help="The container that a Kubernetes patch is for.")] = CONTAINER,
+    allow_nearest: Annotated[
+        bool, typer.Option("--allow-nearest", help="Take the store's nearest entry of the model, with a warning.")
+    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of recommendation.json.")] = False,
 ) -> None:
-    """Print the arguments of a recommendation for a server."""
-    found: Recommendation = load_recommendation(
-        recommendation, device=device, dtype=dtype, tensor_parallel=tensor_parallel
-    )
-    print(found.export(format_name, page_size=page_size))
+    """Print a recommendation for a server: flags, environment, YAML, Kubernetes patch, or JSON."""
+    if schema:
+        print(published_schema(), end="")
+        return
+    if recommendation is None:
+        raise ValueError("recommendation=None: name a run folder, a recommendation.json, or a model in the store")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NearestMatchWarning)
+        found = load_recommendation(
+            recommendation, device=device, dtype=dtype, tensor_parallel=tensor_parallel, allow_nearest=allow_nearest
+        )
+    for warning in caught:
+        print(f"tilebudget: {warning.message}", file=sys.stderr)
+    print(found.export(format_name, page_size=page_size, container=container))
 
 
 @app.command("devices")

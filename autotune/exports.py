@@ -7,10 +7,15 @@ decodes come on top; TensorRT-LLM's documents suggest a multiple of ``tokens_per
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 Argument = str | int | bool
+
+#: What an engine's arguments must already say, because the budget holds for nothing else.
+VLLM_FIXED = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization")
 
 TRTLLM_TOKENS_PER_BLOCK = 64
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -95,13 +100,100 @@ def sarathi_args(settings: ServerSettings) -> dict[str, Argument]:
     }
 
 
-def to_flags(arguments: dict[str, Argument], *, separator: str = "-") -> str:
-    """Arguments as command-line flags; a true flag stands alone, a false one is left out."""
+def to_words(arguments: Mapping[str, Argument], *, separator: str = "-") -> list[str]:
+    """Arguments as the words of a command line; a true flag stands alone, a false one is left out.
+
+    >>> to_words({"max_num_seqs": 128, "enable_chunked_prefill": True})
+    ['--max-num-seqs', '128', '--enable-chunked-prefill']
+    """
     words: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", separator)
         if value is True:
             words.append(flag)
         elif value is not False:
-            words += [flag, shlex.quote(str(value))]
-    return " ".join(words)
+            words += [flag, str(value)]
+    return words
+
+
+def to_flags(arguments: Mapping[str, Argument], *, separator: str = "-") -> str:
+    """``to_words`` as one line for a shell."""
+    return shlex.join(to_words(arguments, separator=separator))
+
+
+def to_environment(arguments: Mapping[str, Argument]) -> str:
+    """One ``NAME=value`` line an argument, in upper case, for ``docker --env-file`` and compose files.
+
+    No value is quoted, for docker takes quotes literally. Raises ValueError for one that a shell would need quoted.
+
+    >>> print(to_environment({"max_num_batched_tokens": 512, "enable_chunked_prefill": True}))
+    MAX_NUM_BATCHED_TOKENS=512
+    ENABLE_CHUNKED_PREFILL=true
+    """
+    lines = []
+    for name, value in arguments.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if shlex.quote(text) != text:
+            raise ValueError(f"{name}={text!r}: cannot stand in an environment file, which knows no quotes")
+        lines.append(f"{name.upper()}={text}")
+    return "\n".join(lines)
+
+
+def to_vllm_yaml(model: str, arguments: Mapping[str, Argument]) -> str:
+    """The file of ``vllm serve --config FILE``: flags without their dashes.
+
+    >>> print(to_vllm_yaml("llama", {"max_num_seqs": 128, "enable_chunked_prefill": True}))
+    model: "llama"
+    max-num-seqs: 128
+    enable-chunked-prefill: true
+    """
+    rows: dict[str, Argument] = {"model": model, **{name.replace("_", "-"): value for name, value in arguments.items()}}
+    # A JSON scalar is a YAML scalar.
+    return "\n".join(f"{name}: {json.dumps(value)}" for name, value in rows.items())
+
+
+def to_kubernetes_patch(command: Sequence[str], arguments: Sequence[str], *, container: str) -> str:
+    """A strategic merge patch for ``kubectl patch deployment NAME --patch-file FILE``.
+
+    Lists of strings are replaced whole by such a patch, so it holds the container's whole command line.
+    """
+    lists = [
+        f"          {name}:\n" + "\n".join(f"            - {json.dumps(word)}" for word in words)
+        for name, words in (("command", command), ("args", arguments))
+    ]
+    return "\n".join(
+        ["spec:", "  template:", "    spec:", "      containers:", f"        - name: {json.dumps(container)}", *lists]
+    )
+
+
+def apply_arguments(target: object, arguments: Mapping[str, Argument]) -> list[str]:
+    """Set ``arguments`` on ``target`` (a mapping, or an object with attributes of these names) and return what differs.
+
+    Those of ``VLLM_FIXED`` are compared; where ``target`` has them unset (absent, None, ``auto``) they are set too.
+    ``max_model_len`` is left as it is where it is set. When something differs nothing is changed. Raises ValueError
+    for an object that lacks one of the attributes.
+    """
+    if isinstance(target, MutableMapping):
+        present = {name: target.get(name) for name in (*arguments, *VLLM_FIXED)}
+    else:
+        absent = [name for name in arguments if not hasattr(target, name)]
+        if absent:
+            raise ValueError(
+                f"target={type(target).__name__}: has no {', '.join(absent)}; needs vLLM's engine arguments"
+            )
+        present = {name: getattr(target, name, None) for name in (*arguments, *VLLM_FIXED)}
+    differing = []
+    for name in VLLM_FIXED:
+        unset = present[name] in (None, "auto")
+        if not unset and str(present[name]).removeprefix("torch.") != str(arguments.get(name)):
+            differing.append(f"{name} is {present[name]}, tuned for {arguments.get(name)}")
+    if differing:
+        return differing
+    for name, value in arguments.items():
+        if name == "max_model_len" and present[name] is not None:
+            continue
+        if isinstance(target, MutableMapping):
+            target[name] = value
+        else:
+            setattr(target, name, value)
+    return []

@@ -1,4 +1,4 @@
-"""The recommendation: what to run, for what it holds, how sure it is. Owns the schema of ``recommendation.json``."""
+"""The recommendation: what to run, for what it holds, how sure it is. Its fields make ``recommendation.json``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import cast
+from typing import TypeVar
 
 from ..kernels.errors import TileBudgetError
 from . import exports
 from .exports import Argument
+from .schema import SCHEMA_VERSION, decode, migrate
 
-SCHEMA_VERSION = "1.0"
 STATUSES = ("feasible", "infeasible", "no_data")
-FORMATS = ("vllm", "sglang", "trtllm", "sarathi", "json")
+FORMATS = ("vllm", "sglang", "trtllm", "sarathi", "env", "vllm-yaml", "kubernetes", "json")
+#: The container that a Kubernetes patch is for, where the caller names none.
+CONTAINER = "vllm"
+
+Target = TypeVar("Target")
 
 
 class RecommendationMismatchError(TileBudgetError):
@@ -97,6 +101,20 @@ class Alternative:
 class Recommendation:
     """The token budget to run and everything needed to judge it.
 
+    >>> rec = Recommendation.load(example)
+    >>> rec.token_budget
+    512
+    >>> rec.vllm_args()["max_num_batched_tokens"]
+    512
+    >>> print(rec.export("sglang", page_size=64))
+    --chunked-prefill-size 384 --enable-mixed-chunk --page-size 64 --max-running-requests 128 --context-length 8192 \
+--dtype bfloat16 --tp-size 2 --pp-size 1
+    >>> rec.apply_to({"model": "my-llama", "tensor_parallel_size": 2})["max_num_seqs"]
+    128
+    >>> rec.assert_matches(tensor_parallel=4)
+    Traceback (most recent call last):
+    tilebudget.autotune.recommendation.RecommendationMismatchError: this recommendation does not fit ...
+
     ``status``: ``feasible``; ``infeasible`` (``token_budget`` is the closest to the SLO); ``no_data`` (no request
     generates a second token, so the SLO has nothing to say). ``expected`` maps metric names to figures in the unit
     that the name ends with.
@@ -138,10 +156,25 @@ class Recommendation:
         """Sarathi-Serve API server options."""
         return self._arguments(exports.sarathi_args)
 
-    def export(self, format_name: str, *, page_size: int = 1) -> str:
-        """The arguments for one server as command-line flags, or the whole recommendation as ``json``.
+    def apply_to(self, engine_args: Target) -> Target:
+        """Set the recommended arguments on vLLM's ``EngineArgs`` (or a namespace, or a dict) and return it.
 
-        ``page_size`` is SGLang's. Raises ValueError for an unknown format.
+        Budget, sequences and chunked prefill are set; a model length only where none is. Parallel sizes, dtype and
+        quantization are what it was tuned for: RecommendationMismatchError, and no change, where ``engine_args`` says
+        something else. The model's name is not compared, for a checkpoint has many: that is ``assert_matches``.
+        """
+        differing = exports.apply_arguments(engine_args, self.vllm_args())
+        if differing:
+            raise RecommendationMismatchError(f"these engine arguments are not what was tuned: {'; '.join(differing)}")
+        return engine_args
+
+    def export(self, format_name: str, *, page_size: int = 1, container: str = CONTAINER) -> str:
+        """The recommendation in one of ``FORMATS``.
+
+        ``vllm``, ``sglang``, ``trtllm``, ``sarathi``: that server's command-line flags. ``env``: vLLM's arguments as an
+        environment file. ``vllm-yaml``: the file of ``vllm serve --config``. ``kubernetes``: a patch that has
+        ``container`` of a deployment run vLLM so. ``json``: all of it. ``page_size`` is SGLang's. Raises ValueError for
+        an unknown format.
         """
         if format_name == "vllm":
             return exports.to_flags(self.vllm_args())
@@ -151,6 +184,13 @@ class Recommendation:
             return exports.to_flags(self.trtllm_args(), separator="_")
         if format_name == "sarathi":
             return exports.to_flags(self.sarathi_args(), separator="_")
+        if format_name == "env":
+            return exports.to_environment(self.vllm_args())
+        if format_name == "vllm-yaml":
+            return exports.to_vllm_yaml(self.engine.model, self.vllm_args())
+        if format_name == "kubernetes":
+            words = [self.engine.model, *exports.to_words(self.vllm_args())]
+            return exports.to_kubernetes_patch(["vllm", "serve"], words, container=container)
         if format_name == "json":
             return json.dumps(self.to_json(), indent=2)
         raise ValueError(f"format={format_name!r}: must be one of {', '.join(FORMATS)}")
@@ -200,25 +240,9 @@ class Recommendation:
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> Recommendation:
-        """The inverse of ``to_json``. Raises ValueError that names what is missing or of another schema."""
-        version = str(data.get("schema_version"))
-        if version.split(".")[0] != SCHEMA_VERSION.split(".")[0]:
-            raise ValueError(f"schema_version={version!r}: this release reads schema {SCHEMA_VERSION}")
-        missing = [field.name for field in fields(cls) if field.name not in data]
-        if missing:
-            raise ValueError(f"not a recommendation: {', '.join(missing)} missing")
-        parts = {field.name: data[field.name] for field in fields(cls)}
-        try:
-            parts["key"] = Key(**_mapping(data, "key"))  # type: ignore[arg-type]
-            parts["slo"] = SLOInfo(**_mapping(data, "slo"))  # type: ignore[arg-type]
-            parts["engine"] = EngineSettings(**_mapping(data, "engine"))  # type: ignore[arg-type]
-            expected = cast(Mapping[str, Mapping[str, object]], data["expected"])
-            parts["expected"] = {name: Figure(**figure) for name, figure in expected.items()}  # type: ignore[arg-type]
-            alternatives = cast(Sequence[Mapping[str, object]], data["alternatives"])
-            parts["alternatives"] = [Alternative(**entry) for entry in alternatives]  # type: ignore[arg-type]
-            return cls(**parts)  # type: ignore[arg-type]
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"not a recommendation of schema {SCHEMA_VERSION}: {error}") from None
+        """The inverse of ``to_json``, for files of older schemas too. Raises ValueError that names what is missing,
+        what has a wrong type, or the schema that this release cannot read."""
+        return decode(cls, migrate(data))
 
     @classmethod
     def load(cls, path: Path) -> Recommendation:
@@ -249,10 +273,3 @@ class Recommendation:
             pipeline_parallel=self.key.pipeline_parallel,
         )
         return export(settings)
-
-
-def _mapping(data: Mapping[str, object], name: str) -> dict[str, object]:
-    value = data[name]
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name}={value!r}: must be an object")
-    return dict(value)

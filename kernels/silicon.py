@@ -95,7 +95,7 @@ def list_systems() -> list[SystemInfo]:
 
 def system_spec(system: str) -> SystemSpec:
     """The data sheet of a system; SiliconError lists the systems when there is no such one."""
-    import yaml  # type: ignore[import-untyped]  # comes with the extra
+    import yaml  # comes with the extra
 
     path = systems_dir() / f"{system}.yaml"
     if not path.is_file():

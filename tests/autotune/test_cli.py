@@ -107,6 +107,7 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
         ),
         (["report", "nowhere"], "nowhere"),
         (["show", "nothing.json"], "nothing.json: no recommendation there"),
+        (["show"], "recommendation=None: name a run folder"),
         (["profile", "--device", "h200_sxm"], "--device='h200_sxm': must be one of auto, cpu, cuda"),
         (["profile", "--time-limit", "0"], "--time-limit=0.0: must be above 0"),
         (["profile", "--out", "p.csv"], "--out='p.csv': must end in .json"),
@@ -144,6 +145,14 @@ def test_tune_on_the_real_engine(tilebudget: Run, tmp_path: Path) -> None:
     code, out, _ = tilebudget("show", "runs/latest", "--format", "vllm")
     assert code == 0
     assert out.startswith(f"--max-num-batched-tokens {recommendation['token_budget']} --max-num-seqs 4 ")
+    code, out, _ = tilebudget("show", "tiny-llama", "--format", "kubernetes", "--container", "llm")
+    assert code == 0
+    assert '- name: "llm"' in out
+    code, out, err = tilebudget("show", "tiny-llama", "--device", "h100_sxm", "--allow-nearest")
+    assert code == 0
+    assert out.startswith("--max-num-batched-tokens ")
+    assert "the nearest was tuned for model=tiny-llama, device=cpu" in err
+    assert json.loads(tilebudget("show", "--schema")[1])["title"] == "tilebudget recommendation"
     code, out, _ = tilebudget("show", "tiny-llama", "--format", "json")
     assert json.loads(out) == recommendation
     (tmp_path / "runs/a/report.html").unlink()

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from tilebudget.autotune import (
     Key,
+    NearestMatchWarning,
     Recommendation,
     RecommendationMismatchError,
     RecommendationNotFoundError,
@@ -100,6 +101,86 @@ def test_store_finds_by_key_and_says_what_it_has() -> None:
         RecommendationNotFoundError, match=r"no recommendation for model=llama-3.1-8b, device=l40s; .*h200"
     ):
         load_recommendation("llama-3.1-8b", device="l40s")
+
+
+def test_store_finds_an_entry_by_its_name() -> None:
+    file = save_recommendation(make())
+    assert load_recommendation(file.stem) == make()
+    assert load_recommendation("llama-3.1-8b--a100_sxm--bf16--2--1", device="a100_sxm") == make()
+    with pytest.raises(RecommendationMismatchError):
+        load_recommendation(file.stem, device="h100_sxm")
+
+
+def test_the_nearest_is_only_taken_when_asked_for_and_says_so() -> None:
+    for device, budget in (("a100_sxm", 512), ("h200_sxm", 1024)):
+        save_recommendation(make(device=device, budget=budget))
+    with pytest.raises(RecommendationNotFoundError):
+        load_recommendation("llama-3.1-8b", device="h200_sxm", tensor_parallel=4)
+    with pytest.warns(NearestMatchWarning, match=r"nearest was tuned for .*h200_sxm.* \(tensor_parallel differ\)"):
+        nearest = load_recommendation("llama-3.1-8b", device="h200_sxm", tensor_parallel=4, allow_nearest=True)
+    assert nearest.token_budget == 1024
+    with pytest.raises(RecommendationNotFoundError, match="model=yi-34b"):
+        load_recommendation("yi-34b", allow_nearest=True)
+
+
+def test_an_exact_match_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    save_recommendation(make())
+    assert load_recommendation("llama-3.1-8b", device="a100_sxm", allow_nearest=True) == make()
+    assert not [warning for warning in recwarn if warning.category is NearestMatchWarning]
+
+
+@dataclass
+class EngineArgs:
+    """The fields of vLLM's class that a recommendation touches, with its defaults."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    dtype: str = "auto"
+    quantization: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_chunked_prefill: bool | None = None
+
+
+def test_apply_to_sets_what_shapes_an_iteration() -> None:
+    given = EngineArgs(tensor_parallel_size=2, max_model_len=4096)
+    assert make().apply_to(given) is given
+    assert given == EngineArgs(
+        tensor_parallel_size=2,
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=128,
+        max_num_batched_tokens=512,
+        enable_chunked_prefill=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (EngineArgs(), "tensor_parallel_size is 1, tuned for 2"),
+        (EngineArgs(tensor_parallel_size=2, dtype="float16"), "dtype is float16, tuned for bfloat16"),
+        (EngineArgs(tensor_parallel_size=2, quantization="awq"), "quantization is awq, tuned for None"),
+    ],
+    ids=str,
+)
+def test_apply_to_refuses_another_engine_and_changes_nothing(given: EngineArgs, message: str) -> None:
+    before = replace(given)
+    with pytest.raises(RecommendationMismatchError, match=message):
+        make().apply_to(given)
+    assert given == before
+
+
+def test_apply_to_needs_engine_arguments() -> None:
+    with pytest.raises(ValueError, match=r"target=object: has no max_num_batched_tokens, .*needs vLLM's engine arg"):
+        make().apply_to(object())
+
+
+def test_an_environment_file_knows_no_quotes() -> None:
+    assert exports.to_environment({"a": 1, "b": False}) == "A=1\nB=false"
+    with pytest.raises(ValueError, match="a='x y': cannot stand in an environment file"):
+        exports.to_environment({"a": "x y"})
 
 
 def test_a_path_with_another_key_is_refused(tmp_path: Path) -> None:
