@@ -1,8 +1,18 @@
 """A chunked-prefill serving engine: model, paged KV cache, schedulers, executors and metrics."""
 
 from .config import POLICY_NAMES, EngineConfig
-from .engine import Engine, Monitor, Progress
-from .executor import DecodeRunner, Executor, NonFiniteLogitsError, OutOfMemoryError, StepResult
+from .engine import Engine
+from .executor import (
+    AnyExecutor,
+    DecodeRunner,
+    Executor,
+    NonFiniteLogitsError,
+    OutOfMemoryError,
+    PipelinedExecutor,
+    PipelinedStepResult,
+    StepResult,
+    num_stages,
+)
 from .kv_cache import BlockManager
 from .metrics import (
     SLO,
@@ -17,6 +27,7 @@ from .pipeline import PIPELINE_STAGES, PipelineResult, replay
 from .presets import PRESETS, preset_workload
 from .record import Iterations, Requests, RunRecord
 from .request import Batch, Request, Sequence, Workload
+from .run import Monitor, Progress
 from .slo import SLO_MULTIPLES, ReferenceDecode, reference_decode, resolve_slo, sound_stop
 from .traces import TRACE_FORMATS, load_prompts, load_trace
 from .workload import ARRIVAL_KINDS, assign_arrivals
@@ -30,6 +41,7 @@ __all__ = [
     "SLO_MULTIPLES",
     "TBT_QUANTILE_LEVELS",
     "TRACE_FORMATS",
+    "AnyExecutor",
     "Batch",
     "BlockManager",
     "DecodeRunner",
@@ -43,6 +55,8 @@ __all__ = [
     "NonFiniteLogitsError",
     "OutOfMemoryError",
     "PipelineResult",
+    "PipelinedExecutor",
+    "PipelinedStepResult",
     "Progress",
     "ReferenceDecode",
     "Request",
@@ -55,6 +69,7 @@ __all__ = [
     "compute_metrics",
     "load_prompts",
     "load_trace",
+    "num_stages",
     "preset_workload",
     "reference_decode",
     "replay",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from .config import POLICY_NAMES, EngineConfig
 from .kv_cache import BlockManager
 from .request import Batch, Sequence
@@ -109,6 +111,6 @@ POLICIES: dict[str, type[Scheduler]] = {
 assert tuple(POLICIES) == POLICY_NAMES
 
 
-def make_scheduler(config: EngineConfig, kv: BlockManager) -> Scheduler:
-    """The scheduler of ``config.policy`` over the block manager ``kv``."""
-    return POLICIES[config.policy](config, kv)
+def make_scheduler(config: EngineConfig, kv: BlockManager, waiting: deque[Sequence] | None = None) -> Scheduler:
+    """The scheduler of ``config.policy`` over the block manager ``kv``, and over a queue that it may share."""
+    return POLICIES[config.policy](config, kv, waiting)

@@ -19,7 +19,7 @@ import numpy as np
 from ..kernels.latency import IterationShape, LatencyTable
 from ..kernels.sampling import AdaptiveSampler
 from .config import EngineConfig
-from .engine import Engine, Monitor
+from .engine import Engine
 from .executor import Executor, StepResult
 from .kv_cache import BlockManager
 from .model_config import ModelConfig
@@ -30,6 +30,7 @@ from .profile_fit import Subject, TimedIteration, calibrate, fit_table, median_e
 from .profile_grid import ProfileGrid
 from .profile_timer import IterationTimer, loop_overhead_ms
 from .request import Batch, Workload
+from .run import Monitor
 
 _log = logging.getLogger(__name__)
 

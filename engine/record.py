@@ -22,7 +22,12 @@ _BATCH_COLUMNS = 6
 class Iterations:
     """Columns, one entry an iteration: ``start_s`` and ``duration_s`` on the run's clock, ``model_s`` of it in the
     model, token counts (``num_tokens = num_decodes + num_prefill_tokens``), requests served, KV blocks in use
-    during the iteration, and sequences preempted to make it possible."""
+    during the iteration, and sequences preempted to make it possible.
+
+    In a pipeline an iteration lasts from its start in the first stage to its end in the last one, iterations overlap,
+    and ``model_s`` is the work of all stages; ``stage_start_s`` and ``stage_end_s`` are ``[iterations, stages]``. None
+    without a pipeline.
+    """
 
     start_s: FloatArray
     duration_s: FloatArray
@@ -33,13 +38,22 @@ class Iterations:
     num_requests: IntArray
     kv_blocks_used: IntArray
     num_preemptions: IntArray
+    stage_start_s: FloatArray | None = None
+    stage_end_s: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.start_s)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row an iteration, columns as named here."""
-        return pd.DataFrame({column.name: getattr(self, column.name) for column in fields(self)})
+        """One row an iteration, columns as named here; lists by stage in a pipeline, no such columns without."""
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
+        return pd.DataFrame(
+            {
+                name: values if values.ndim == 1 else list(values)
+                for name, values in columns.items()
+                if values is not None
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +101,11 @@ class RunRecord:
 
     @property
     def busy_s(self) -> float:
-        """Seconds during which the engine had work: the sum over iterations, idle gaps left out."""
-        return float(self.iterations.duration_s.sum())
+        """Seconds during which the engine had work: idle gaps left out, iterations that overlap counted once."""
+        iterations = self.iterations
+        if iterations.stage_end_s is None:
+            return float(iterations.duration_s.sum())
+        return busy_span_s(iterations.start_s, iterations.stage_end_s[:, -1])
 
     def count_status(self, status: str) -> int:
         """Requests that ended with ``status``."""
@@ -110,7 +127,8 @@ class RecordBuilder:
 
     ``start_s``, ``duration_s``, ``model_s`` and ``kv_blocks_used`` have one entry an iteration. ``batches`` has six a
     batch: the iterations that ran it in turn, decodes, prefill tokens, requests, preemptions, and the requests that
-    each of those iterations gave a token to, which ``emitted`` lists once.
+    each of those iterations gave a token to, which ``emitted`` lists once. ``stage_start_s`` and ``stage_end_s`` have
+    an entry for every stage of every iteration, none without a pipeline.
     """
 
     start_s: array[float] = field(default_factory=lambda: array("d"))
@@ -119,6 +137,19 @@ class RecordBuilder:
     kv_blocks_used: array[int] = field(default_factory=lambda: array("q"))
     batches: array[int] = field(default_factory=lambda: array("q"))
     emitted: array[int] = field(default_factory=lambda: array("q"))
+    stage_start_s: array[float] = field(default_factory=lambda: array("d"))
+    stage_end_s: array[float] = field(default_factory=lambda: array("d"))
+    num_stages: int = 0
+
+    def add_stages(self, start_s: FloatArray, end_s: FloatArray, model_s: float, kv_blocks_used: int) -> None:
+        """One iteration of a pipeline: when each stage began and ended it."""
+        self.num_stages = len(start_s)
+        self.stage_start_s.extend(start_s)
+        self.stage_end_s.extend(end_s)
+        self.start_s.append(start_s[0])
+        self.duration_s.append(end_s[-1] - start_s[0])
+        self.model_s.append(model_s)
+        self.kv_blocks_used.append(kv_blocks_used)
 
     def iterations(self) -> Iterations:
         """The columns so far."""
@@ -134,6 +165,8 @@ class RecordBuilder:
             num_requests=requests,
             kv_blocks_used=np.array(self.kv_blocks_used, dtype=np.int64),
             num_preemptions=preemptions,
+            stage_start_s=self._by_stage(self.stage_start_s),
+            stage_end_s=self._by_stage(self.stage_end_s),
         )
 
     def position(self) -> tuple[int, int, int]:
@@ -146,7 +179,11 @@ class RecordBuilder:
         A token comes at the end of its iteration.
         """
         iteration, batch, emitted = since
-        ends_s = np.array(self.start_s[iteration:]) + np.array(self.duration_s[iteration:])
+        stage_end_s = self._by_stage(self.stage_end_s)
+        if stage_end_s is None:
+            ends_s = np.array(self.start_s[iteration:]) + np.array(self.duration_s[iteration:])
+        else:
+            ends_s = stage_end_s[iteration:, -1]
         num_iterations, *_, num_emitted = self._batch_columns(batch)
         counts = np.repeat(num_emitted, num_iterations)
         # A token's place in ``emitted``: its place in the iteration, from where the batch's requests begin.
@@ -154,6 +191,9 @@ class RecordBuilder:
         shift = begins - (np.cumsum(counts) - counts)
         places = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(shift, counts)
         return np.array(self.emitted[emitted:], dtype=np.int64)[places], np.repeat(ends_s, counts)
+
+    def _by_stage(self, times_s: array[float]) -> FloatArray | None:
+        return np.array(times_s).reshape(-1, self.num_stages) if self.num_stages else None
 
     def _batch_columns(self, since: int = 0) -> list[IntArray]:
         """The columns of ``batches`` from batch ``since`` on."""
@@ -183,6 +223,14 @@ class GapReader:
         self._last_token_s[request] = token_s  # of a request's several tokens the last one stays
         gaps_s: FloatArray = (token_s - before_s)[~np.isnan(before_s)]
         return gaps_s
+
+
+def busy_span_s(start_s: FloatArray, end_s: FloatArray) -> float:
+    """Seconds covered by the intervals from ``start_s`` to ``end_s``, both ascending: overlaps count once."""
+    if not len(start_s):
+        return 0.0
+    begins_s = np.maximum(start_s[1:], end_s[:-1])
+    return float(end_s[0] - start_s[0] + (end_s[1:] - begins_s).sum())
 
 
 def narrow(groups: IntArray, num_groups: int) -> npt.NDArray[np.integer]:

@@ -21,17 +21,18 @@ class Scheduler(ABC):
     """Queues of one engine run. First come, first served; a preempted sequence returns to the front.
 
     waiting: arrived, not running. prefilling: admitted, some known tokens not computed yet.
-    decoding: one token per iteration. All in order of admission.
+    decoding: one token per iteration. All in order of admission. A pipeline has several schedulers over one ``waiting``
+    queue and one ``kv``.
     """
 
     #: Whether admission reserves blocks for the whole output too (then nothing is ever preempted).
     reserves_output = False
 
-    def __init__(self, config: EngineConfig, kv: BlockManager) -> None:
+    def __init__(self, config: EngineConfig, kv: BlockManager, waiting: deque[Sequence] | None = None) -> None:
         self.config = config
         self.kv = kv
         self.budget = UNLIMITED if config.token_budget is None else config.token_budget
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque() if waiting is None else waiting
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.num_finished = 0
@@ -46,6 +47,11 @@ class Scheduler(ABC):
         """True while any sequence waits or runs."""
         return bool(self.waiting or self.prefilling or self.decoding)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that were admitted and are not finished."""
+        return len(self.prefilling) + len(self.decoding)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that has arrived."""
         self.waiting.append(sequence)
@@ -53,10 +59,10 @@ class Scheduler(ABC):
     def admit_next(self) -> Sequence | None:
         """Move the head of the queue to ``prefilling``; None when it must wait.
 
-        It is admitted when a slot is free and the cache holds its whole prefill, as Sarathi-Serve and vLLM v0
-        do: a prompt that has begun can always be finished, so two long prompts never preempt each other in turn.
+        It is admitted when fewer than ``max_num_seqs`` run and the cache holds its whole prefill, as Sarathi-Serve and
+        vLLM v0 do: a prompt that has begun can always be finished, so two long ones never preempt each other in turn.
         """
-        if not self.waiting or not self.kv.num_free_slots:
+        if not self.waiting or self.num_running >= self.config.max_num_seqs:
             return None
         sequence = self.waiting[0]
         tokens = sequence.request.total_tokens if self.reserves_output else sequence.num_tokens

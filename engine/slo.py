@@ -10,11 +10,11 @@ from time import perf_counter
 import numpy as np
 
 from .config import EngineConfig
-from .engine import Monitor, Progress
-from .executor import Executor
+from .executor import AnyExecutor, PipelinedExecutor, num_stages
 from .kv_cache import BlockManager
 from .metrics import SLO
 from .request import Batch, Request, Sequence, Workload
+from .run import Monitor, Progress
 
 #: The reference decode iteration: this many decodes at this many tokens of context.
 REFERENCE_NUM_SEQS = 32
@@ -41,7 +41,7 @@ class ReferenceDecode:
 
 
 def reference_decode(
-    executor: Executor, config: EngineConfig, *, num_repeats: int = 9, num_warmup: int = 3
+    executor: AnyExecutor, config: EngineConfig, *, num_repeats: int = 9, num_warmup: int = 3
 ) -> ReferenceDecode:
     """Time one iteration of 32 decodes at 4096 tokens of context on ``executor``, or the nearest that fits.
 
@@ -49,16 +49,17 @@ def reference_decode(
     requests (``config.num_kv_blocks``, else what the executor's memory gives); the requests become fewer only when the
     cache has fewer blocks than 32. The KV cache is not filled first: time does not depend on the values, so the
     executor's fresh cache must hold finite ones. Warm-up iterations are not counted.
+    In a pipeline it is one micro-batch through all stages, alone.
     Raises ValueError when ``num_repeats`` is below 1; OutOfMemoryError when the device holds no KV block.
     """
     if num_repeats < 1:
         raise ValueError(f"num_repeats={num_repeats}: must be at least 1")
     num_seqs, context_tokens, reasons = _fit_reference(executor, config)
-    run_config, kv = _reference_cache(config, num_seqs, context_tokens)
+    run_config, kv = _reference_cache(config, num_seqs, context_tokens, num_stages(executor))
     executor.start(run_config, kv)
     batch = Batch([_decode_at(index, context_tokens, executor, kv, config.seed) for index in range(num_seqs)])
     for _ in range(num_warmup):
-        executor.execute(batch)
+        _timed(executor, batch)
     durations_s = [_timed(executor, batch) for _ in range(num_repeats)]
     wanted = f"{REFERENCE_NUM_SEQS} decodes at {REFERENCE_CONTEXT_TOKENS} tokens of context"
     ran = f"{num_seqs} decodes at {context_tokens} tokens of context"
@@ -125,7 +126,7 @@ def sound_stop(slo: SLO, workload: Workload, config: EngineConfig) -> Monitor:
     return stop_when_lost
 
 
-def _fit_reference(executor: Executor, config: EngineConfig) -> tuple[int, int, list[str]]:
+def _fit_reference(executor: AnyExecutor, config: EngineConfig) -> tuple[int, int, list[str]]:
     """Decodes, tokens of context, and why they are not the wanted ones."""
     reasons = []
     context_tokens = REFERENCE_CONTEXT_TOKENS
@@ -153,7 +154,9 @@ def _fit_reference(executor: Executor, config: EngineConfig) -> tuple[int, int, 
     return num_seqs, context_tokens, reasons
 
 
-def _reference_cache(config: EngineConfig, num_seqs: int, context_tokens: int) -> tuple[EngineConfig, BlockManager]:
+def _reference_cache(
+    config: EngineConfig, num_seqs: int, context_tokens: int, num_lanes: int = 1
+) -> tuple[EngineConfig, BlockManager]:
     """Settings and block manager that hold the reference batch and no more."""
     blocks_each = -(-context_tokens // config.block_size)
     run_config = replace(
@@ -167,13 +170,13 @@ def _reference_cache(config: EngineConfig, num_seqs: int, context_tokens: int) -
     kv = BlockManager(
         num_blocks=num_seqs * blocks_each,
         block_size=config.block_size,
-        max_num_seqs=num_seqs,
+        max_num_seqs=num_seqs * num_lanes,
         max_blocks_per_seq=blocks_each,
     )
     return run_config, kv
 
 
-def _decode_at(index: int, context_tokens: int, executor: Executor, kv: BlockManager, seed: int) -> Sequence:
+def _decode_at(index: int, context_tokens: int, executor: AnyExecutor, kv: BlockManager, seed: int) -> Sequence:
     """A sequence about to decode: ``context_tokens`` tokens with its newest one, all but that in the cache."""
     request = Request(arrival_s=0.0, prompt_tokens=context_tokens - 1, output_tokens=1)
     token_ids = None
@@ -188,7 +191,12 @@ def _decode_at(index: int, context_tokens: int, executor: Executor, kv: BlockMan
     return sequence
 
 
-def _timed(executor: Executor, batch: Batch) -> float:
+def _timed(executor: AnyExecutor, batch: Batch) -> float:
+    """Seconds of one iteration; through all stages of a pipeline that holds nothing else."""
     began = perf_counter()
+    if isinstance(executor, PipelinedExecutor):
+        executor.submit(batch, 0.0)
+        stages = executor.collect()
+        return float(stages.stage_end_s[-1] - stages.stage_start_s[0])
     result = executor.execute(batch)
     return result.model_s if executor.virtual_time else perf_counter() - began
