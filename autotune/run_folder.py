@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ..engine import RunRecord
 from .problem import DeviceFacts
+from .record_files import ITERATIONS_FILE, REQUESTS_FILE, iteration_table, request_table, write_tables
 from .trial import TrialRow
 
 
@@ -59,21 +58,12 @@ class RunFolder:
     def write_records(self, records: Sequence[tuple[TrialRow, RunRecord]]) -> None:
         """Write ``iterations.parquet`` and ``requests.parquet`` of the runs that the report draws.
 
-        Each run is a row group of its own, so that a reader can skip the others.
+        Nothing is written where there are none.
         """
-        iterations: list[pd.DataFrame] = []
-        requests: list[pd.DataFrame] = []
-        for row, record in records:
-            request_frame = record.request_frame()
-            request_frame.insert(0, "request", range(len(request_frame)))
-            for frame, frames in ((record.iterations.to_frame(), iterations), (request_frame, requests)):
-                frame.insert(0, "run", row.run)
-                frame.insert(1, "token_budget", row.token_budget)
-                frame.insert(2, "policy", row.policy)
-                frames.append(frame)
-        for name, frames in (("iterations.parquet", iterations), ("requests.parquet", requests)):
-            if frames:
-                self._write(name, partial(_write_row_groups, frames))
+        for name, make in ((ITERATIONS_FILE, iteration_table), (REQUESTS_FILE, request_table)):
+            if records:
+                tables = (make(row, record) for row, record in records)
+                self._write(name, partial(write_tables, tables, name))
 
     def point_latest(self) -> None:
         """Let ``latest`` beside the folder point to it; skipped where the place is taken by something else."""
@@ -95,14 +85,6 @@ class RunFolder:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-
-
-def _write_row_groups(frames: Sequence[pd.DataFrame], file: Path) -> None:
-    schema = pa.Schema.from_pandas(frames[0], preserve_index=False)
-    with pq.ParquetWriter(file, schema) as writer:
-        for frame in frames:
-            table = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
-            writer.write_table(table, row_group_size=max(1, len(frame)))
 
 
 def default_run_dir(model: str) -> Path:

@@ -97,7 +97,7 @@ def tune(
     choice = choose(contenders, problem.variance_metric)
     policies = compare_policies(problem, runner, choice, report_progress)
     rows = [*search_rows, *(row for row, _ in repeats), *(row for row, _ in policies)]
-    records = [(row, record) for row, record in (*repeats, *policies) if record is not None and row.state == "complete"]
+    records = [(row, record) for row, record in policies if record is not None and row.state == "complete"]
     recommendation = _recommend(problem, choice, contenders, search_rows, rows, command, records)
     folder.write_trials(rows)
     folder.write_records(records)

@@ -114,6 +114,7 @@ def read_run_folder(path: Path) -> RunFolder:
     trials = _read_trials(path / "trials.parquet")
     policy_rows = trials[(trials["role"] == "policy") & (trials["state"] == "complete")]
     runs = [str(run) for run in policy_rows["run"]]
+    iterations = _read_iterations(path / "iterations.parquet", runs)
     profile, tiles = path / "profile.json", path / "tiles.json"
     return RunFolder(
         path=path,
@@ -122,8 +123,8 @@ def read_run_folder(path: Path) -> RunFolder:
         profile=JsonObject.read(profile) if profile.is_file() else None,
         staircase=parse_staircase(JsonObject.read(tiles)) if tiles.is_file() else None,
         trials=trials,
-        iterations=_read_iterations(path / "iterations.parquet", runs),
-        tokens=_read_tokens(path / "requests.parquet", runs),
+        iterations=iterations,
+        tokens=_read_tokens(path / "requests.parquet", runs, iterations),
     )
 
 
@@ -157,18 +158,29 @@ def _read_iterations(path: Path, runs: Sequence[str]) -> dict[str, pd.DataFrame]
     return {str(run): rows.reset_index(drop=True) for run, rows in frame.groupby("run", sort=False)}
 
 
-def _read_tokens(path: Path, runs: Sequence[str]) -> dict[str, TokenTimes]:
+def _read_tokens(path: Path, runs: Sequence[str], iterations: Mapping[str, pd.DataFrame]) -> dict[str, TokenTimes]:
+    """Token times of ``runs``: as the file has them, or the ends of the iterations that it numbers."""
     if not runs or not path.is_file():
         return {}
-    table = _read_table(path, required=("run", "token_s"), columns=("run", "token_s"), runs=runs)
+    stored = set(pq.read_schema(path).names)
+    wanted = [name for name in ("token_iteration", "token_s") if name in stored] or ["token_s"]
+    table = _read_table(path, required=("run", *wanted), columns=("run", *wanted), runs=runs)
     tokens = {}
     for run in runs:
-        column = table.filter(pc.equal(table["run"], run))["token_s"]
-        if not len(column):
+        rows = table.filter(pc.equal(table["run"], run))
+        column = next((rows[name] for name in wanted if rows[name].null_count < len(rows)), None)
+        if column is None:
             continue
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
-        times_s = pc.list_flatten(column).cast(pa.float64()).to_numpy()
-        tokens[run] = TokenTimes(times_s=times_s, offsets=np.concatenate([[0], np.cumsum(lengths)]))
+        values = pc.list_flatten(column).to_numpy()
+        if pa.types.is_integer(column.type.value_type):
+            own = iterations.get(run)
+            if own is None or (len(values) and not 0 <= values.min() <= values.max() < len(own)):
+                raise ValueError(f"{path.name} in {path.parent}: token_iteration of {run} is not in iterations.parquet")
+            values = (own["start_s"] + own["duration_s"]).to_numpy(dtype=float)[values]
+        tokens[run] = TokenTimes(
+            times_s=values.astype(np.float64, copy=False), offsets=np.concatenate([[0], np.cumsum(lengths)])
+        )
     return tokens
 
 

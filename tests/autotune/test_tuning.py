@@ -67,8 +67,9 @@ def test_the_run_folder_holds_everything(tmp_path: Path, workload: Workload) -> 
     assert (trials["role"].value_counts()[["search", "policy"]] == [12, 4]).all()
     drawn = set(pd.read_parquet(folder / "iterations.parquet")["run"])
     assert {"policy-sarathi", "policy-orca", "policy-vllm_v0", "policy-faster_transformer"} <= drawn
+    assert all(run.startswith("policy-") for run in drawn)
     requests = pd.read_parquet(folder / "requests.parquet")
-    assert (requests["token_s"].map(len) == requests["num_generated"]).all()
+    assert (requests["token_iteration"].map(len) == requests["num_generated"]).all()
 
 
 def test_nothing_feasible_is_a_result(tmp_path: Path, workload: Workload) -> None:
