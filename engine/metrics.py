@@ -18,6 +18,7 @@ import numpy as np
 from ..kernels.tiles import tile_waste
 from .pipeline import PIPELINE_STAGES, replay
 from .record import FloatArray, IntArray, RunRecord, narrow
+from .server_metrics import ServerCounters
 
 #: Rows of the GEMM tile whose padding ``Metrics.tile_waste`` counts.
 TILE_WASTE_BLOCK_M = 128
@@ -103,6 +104,8 @@ class Metrics:
     full_budget_share: share of iterations with exactly as many tokens as the budget; None when it is unlimited.
     tile_waste: mean share of padding in the last tile row (128 rows a tile) of the other iterations.
     kv_peak_fraction: most KV blocks in use ÷ blocks there are.
+    num_iterations, mean_tokens_per_iteration, num_preemptions, kv_peak_fraction of a run on a server are the server's
+        own word where it gives one; every other figure over iterations has no data there.
     overhead_us_per_iteration, overhead_fraction: host time outside the model, and its share of the wall time; None on a
         modelled device, whose clock has no host in it.
     saturated, stopped: from the record.
@@ -119,13 +122,13 @@ class Metrics:
     requests_per_s: float | None
     goodput_requests_per_s: float | None
     busy_s: float
-    num_iterations: int
+    num_iterations: int | None
     iteration_cv: float | None
     bubble_fractions: dict[int, float | None]
     mean_tokens_per_iteration: float | None
     full_budget_share: float | None
     tile_waste: float | None
-    num_preemptions: int
+    num_preemptions: int | None
     num_finished: int
     num_rejected_model_len: int
     num_rejected_kv: int
@@ -155,17 +158,23 @@ class Metrics:
         """TBT in ms at the levels 0, 0.01 ... 1.00; empty when there is no gap."""
         return _quantiles_ms(self.tbt_gaps_s)
 
+    @property
+    def queueing_p50_s(self) -> float | None:
+        """What the SLO's limit on queueing is held against: the median scheduling delay. A server does not tell it from
+        outside; there the median TTFT stands in, which is the delay and the prefill together."""
+        return self.ttft.p50 if self.scheduling_delay.p50 is None else self.scheduling_delay.p50
+
     def feasible(self, slo: SLO) -> bool | None:
         """Whether the run met ``slo``; None when it has no data to tell.
 
         No data: a TBT limit over no gaps at all, or no request that was ever scheduled. A run that was stopped early
         is never feasible: False when what it had was over the limit already, else None.
         """
-        tbt_s = self.tbt_at(slo.quantile)
-        if tbt_s is None or self.scheduling_delay.p50 is None:
+        tbt_s, queueing_s = self.tbt_at(slo.quantile), self.queueing_p50_s
+        if tbt_s is None or queueing_s is None:
             return None
         limit_s = slo.max_scheduling_delay_s
-        queued = not self.saturated and limit_s is not None and self.scheduling_delay.p50 > limit_s
+        queued = not self.saturated and limit_s is not None and queueing_s > limit_s
         if tbt_s > slo.tbt_s or queued:
             return False
         return True if self.stopped is None else None
@@ -189,8 +198,10 @@ def compute_metrics(record: RunRecord, slo: SLO | None = None) -> Metrics:
     num_finished = int(finished.sum())
     num_output = len(record.token_s)
     num_prompt = int(requests.prompt_tokens[requests.num_generated > 0].sum())
-    good = None if slo is None else _num_good(record, slo, finished, delay_s, gap_request, gaps_s)
+    queueing_s = np.where(np.isnan(delay_s), ttft_s, delay_s)
+    good = None if slo is None else _num_good(record, slo, finished, queueing_s, gap_request, gaps_s)
     wall_s = float(iterations.model_s.sum()) + record.overhead_s
+    told = ServerCounters() if record.server is None else record.server.counters
     measured = num_iterations > 0 and not np.array_equal(iterations.duration_s, iterations.model_s)
     sorted_gaps_s = np.sort(gaps_s)
     return Metrics(
@@ -205,20 +216,26 @@ def compute_metrics(record: RunRecord, slo: SLO | None = None) -> Metrics:
         requests_per_s=_ratio(num_finished, busy_s),
         goodput_requests_per_s=None if good is None else _ratio(good, busy_s),
         busy_s=busy_s,
-        num_iterations=num_iterations,
+        num_iterations=num_iterations if record.server is None else told.num_iterations,
         iteration_cv=_ratio(float(iterations.duration_s.std()), busy_s / num_iterations) if num_iterations else None,
         bubble_fractions={
             stages: replay(iterations.duration_s, stages).bubble_fraction if num_iterations else None
             for stages in PIPELINE_STAGES
         },
-        mean_tokens_per_iteration=float(iterations.num_tokens.mean()) if num_iterations else None,
+        mean_tokens_per_iteration=(
+            float(iterations.num_tokens.mean()) if num_iterations else told.mean_tokens_per_iteration
+        ),
         full_budget_share=_full_budget_share(iterations.num_tokens, record.config.token_budget),
         tile_waste=_mean_tile_waste(iterations.num_tokens, record.config.token_budget),
-        num_preemptions=int(iterations.num_preemptions.sum()),
+        num_preemptions=int(iterations.num_preemptions.sum()) if record.server is None else told.num_preemptions,
         num_finished=num_finished,
         num_rejected_model_len=record.count_status("rejected_model_len"),
         num_rejected_kv=record.count_status("rejected_kv"),
-        kv_peak_fraction=int(iterations.kv_blocks_used.max()) / record.num_kv_blocks if num_iterations else None,
+        kv_peak_fraction=(
+            int(iterations.kv_blocks_used.max()) / record.num_kv_blocks
+            if num_iterations and record.num_kv_blocks
+            else told.kv_peak_fraction
+        ),
         overhead_us_per_iteration=record.overhead_s / num_iterations * 1e6 if measured else None,
         overhead_fraction=_ratio(record.overhead_s, wall_s) if measured else None,
         saturated=record.saturated,
@@ -264,13 +281,13 @@ def _num_good(
     record: RunRecord,
     slo: SLO,
     finished: np.ndarray[tuple[int], np.dtype[np.bool_]],
-    delay_s: FloatArray,
+    queueing_s: FloatArray,
     gap_request: IntArray,
     gaps_s: FloatArray,
 ) -> int:
     good = finished.copy()
     if not record.saturated and slo.max_scheduling_delay_s is not None:
-        good &= delay_s <= slo.max_scheduling_delay_s
+        good &= queueing_s <= slo.max_scheduling_delay_s
     # Without a gap over the limit no quantile is: only the others need sorting.
     over = np.zeros(len(good), dtype=bool)
     over[gap_request[gaps_s > slo.tbt_s]] = True

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from .config import EngineConfig
+from .server_metrics import ServerView
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -43,6 +44,22 @@ class Iterations:
 
     def __len__(self) -> int:
         return len(self.start_s)
+
+    @classmethod
+    def empty(cls) -> Iterations:
+        """No iteration: those of a server cannot be seen from outside."""
+        times, counts = np.empty(0), np.empty(0, dtype=np.int64)
+        return cls(
+            start_s=times,
+            duration_s=times,
+            model_s=times,
+            num_tokens=counts,
+            num_decodes=counts,
+            num_prefill_tokens=counts,
+            num_requests=counts,
+            kv_blocks_used=counts,
+            num_preemptions=counts,
+        )
 
     def to_frame(self) -> pd.DataFrame:
         """One row an iteration, columns as named here; lists by stage in a pipeline, no such columns without."""
@@ -83,11 +100,12 @@ class RunRecord:
     ``token_request`` and ``token_s`` give, for every generated token in order of time, the request's index
     in the workload and the time it came. ``overhead_s`` is the host time outside the model (scheduling,
     building the batch, records). ``stopped`` says why a run ended early, None when it ran to its end.
-    ``outputs`` holds the generated ids by request, empty where the device is modelled.
+    ``outputs`` holds the generated ids by request, empty where the device is modelled. A run on a server has no
+    iterations but a ``server`` view, and no ``num_kv_blocks`` where the server does not tell.
     """
 
     config: EngineConfig
-    num_kv_blocks: int
+    num_kv_blocks: int | None
     device: Mapping[str, str | int | float]
     workload: str
     saturated: bool
@@ -98,10 +116,13 @@ class RunRecord:
     overhead_s: float
     stopped: str | None = None
     outputs: tuple[tuple[int, ...], ...] = ()
+    server: ServerView | None = None
 
     @property
     def busy_s(self) -> float:
         """Seconds during which the engine had work: idle gaps left out, iterations that overlap counted once."""
+        if self.server is not None:
+            return self.server.busy_s
         iterations = self.iterations
         if iterations.stage_end_s is None:
             return float(iterations.duration_s.sum())
