@@ -20,7 +20,7 @@ from time import perf_counter
 
 import aiohttp
 
-from .engine import Monitor, Progress
+from .run import Monitor, Progress
 from .server_error import ConnectionLostError, ServerError
 from .server_stream import TokenStream
 

@@ -21,9 +21,9 @@ from time import monotonic, sleep
 import numpy as np
 
 from .config import EngineConfig
-from .engine import Monitor
 from .record import FloatArray, Iterations, Requests, RunRecord, busy_span_s
 from .request import Workload
+from .run import Monitor
 from .server_client import CompletionCall, Replay, replay, served_model_id
 from .server_command import CommandLine, check_words
 from .server_error import ConnectionLostError, ServerError
