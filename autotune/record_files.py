@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..engine import RunRecord
+from ..engine import BUBBLE_CAUSES, RunRecord, find_bubbles
 from ..engine.record import IntArray, Iterations
 from .trial import TrialRow
 
@@ -31,6 +31,9 @@ ITERATIONS_SCHEMA = pa.schema(
         ("num_requests", pa.int32()),
         ("kv_blocks_used", pa.int32()),
         ("num_preemptions", pa.int32()),
+        ("stage_start_s", pa.list_(pa.float64())),
+        ("stage_end_s", pa.list_(pa.float64())),
+        *((f"bubble_{cause}_s", pa.float32()) for cause in BUBBLE_CAUSES),
     ]
 )
 REQUESTS_SCHEMA = pa.schema(
@@ -62,10 +65,15 @@ _DICTIONARIES = ["run", "policy", "status"]
 
 
 def iteration_table(row: TrialRow, record: RunRecord) -> pa.Table:
-    """One row an iteration of a run."""
-    columns = record.iterations
-    names = [name for name in ITERATIONS_SCHEMA.names if hasattr(columns, name)]
-    return _table(row, ITERATIONS_SCHEMA, {name: getattr(columns, name) for name in names}, len(columns))
+    """One row an iteration of a run; on a pipeline with the times of its stages and their idle time before, by cause."""
+    iterations = record.iterations
+    columns = {name: getattr(iterations, name, None) for name in ITERATIONS_SCHEMA.names}
+    if iterations.stage_end_s is not None and len(iterations):
+        causes = find_bubbles(iterations).idle_s.T
+        columns |= {f"bubble_{cause}_s": idle_s for cause, idle_s in zip(BUBBLE_CAUSES, causes, strict=True)}
+        columns |= {name: list(columns[name]) for name in ("stage_start_s", "stage_end_s")}
+    present = {name: values for name, values in columns.items() if values is not None}
+    return _table(row, ITERATIONS_SCHEMA, present, len(iterations))
 
 
 def request_table(row: TrialRow, record: RunRecord) -> pa.Table:
@@ -100,7 +108,7 @@ def write_tables(tables: Iterable[pa.Table], name: str, file: Path) -> None:
 
 def _iteration_of(iterations: Iterations, record: RunRecord) -> IntArray | None:
     """The iteration whose end is the time of each token; None where any token came at another time."""
-    ends_s = iterations.start_s + iterations.duration_s
+    ends_s = iterations.end_s
     if not len(ends_s) or not (np.diff(ends_s) > 0).all():
         return None
     numbers = np.minimum(np.searchsorted(ends_s, record.token_s), len(ends_s) - 1)

@@ -1,5 +1,6 @@
 """A chunked-prefill serving engine: model, paged KV cache, schedulers, executors and metrics."""
 
+from .bubbles import BUBBLE_CAUSES, Bubbles, find_bubbles
 from .config import POLICY_NAMES, EngineConfig
 from .engine import Engine
 from .executor import (
@@ -34,6 +35,7 @@ from .workload import ARRIVAL_KINDS, assign_arrivals
 
 __all__ = [
     "ARRIVAL_KINDS",
+    "BUBBLE_CAUSES",
     "PIPELINE_STAGES",
     "POLICY_NAMES",
     "PRESETS",
@@ -44,6 +46,7 @@ __all__ = [
     "AnyExecutor",
     "Batch",
     "BlockManager",
+    "Bubbles",
     "DecodeRunner",
     "Distribution",
     "Engine",
@@ -67,6 +70,7 @@ __all__ = [
     "Workload",
     "assign_arrivals",
     "compute_metrics",
+    "find_bubbles",
     "load_prompts",
     "load_trace",
     "num_stages",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ..kernels.tiles import tile_waste
+from .bubbles import BUBBLE_CAUSES, find_bubbles
 from .pipeline import PIPELINE_STAGES, replay
 from .record import FloatArray, IntArray, RunRecord, narrow
 from .server_metrics import ServerCounters
@@ -100,7 +101,10 @@ class Metrics:
     goodput_requests_per_s: finished requests that met every SLO ÷ busy_s: the SLO's quantile of the request's own gaps
         is within ``tbt_s`` (a request with one token has no gap to miss it with), and its own scheduling delay within
         the limit, where that applies. None without an SLO.
-    iteration_cv: standard deviation ÷ mean of iteration time. bubble_fractions: by number of pipeline stages.
+    iteration_cv: standard deviation ÷ mean of iteration time, in a pipeline of the work of all its stages.
+    bubble_fractions: what these iterations would do to a pipeline, by number of stages (``replay``).
+    num_stages, bubble_fraction, bubble_causes: of the pipeline that ran (``find_bubbles``), the fraction's parts by
+        cause; None without one.
     full_budget_share: share of iterations with exactly as many tokens as the budget; None when it is unlimited.
     tile_waste: mean share of padding in the last tile row (128 rows a tile) of the other iterations.
     kv_peak_fraction: most KV blocks in use ÷ blocks there are.
@@ -125,6 +129,9 @@ class Metrics:
     num_iterations: int | None
     iteration_cv: float | None
     bubble_fractions: dict[int, float | None]
+    num_stages: int
+    bubble_fraction: float | None
+    bubble_causes: dict[str, float | None]
     mean_tokens_per_iteration: float | None
     full_budget_share: float | None
     tile_waste: float | None
@@ -146,6 +153,8 @@ class Metrics:
         for column in fields(self):
             if column.name == "bubble_fractions":
                 row |= {f"bubble_fraction_{stages}": share for stages, share in self.bubble_fractions.items()}
+            elif column.name == "bubble_causes":
+                row |= {f"bubble_{cause}": share for cause, share in self.bubble_causes.items()}
             elif column.name not in row and column.name not in _NOT_IN_ROW:
                 row[column.name] = getattr(self, column.name)
         return row
@@ -200,9 +209,12 @@ def compute_metrics(record: RunRecord, slo: SLO | None = None) -> Metrics:
     num_prompt = int(requests.prompt_tokens[requests.num_generated > 0].sum())
     queueing_s = np.where(np.isnan(delay_s), ttft_s, delay_s)
     good = None if slo is None else _num_good(record, slo, finished, queueing_s, gap_request, gaps_s)
-    wall_s = float(iterations.model_s.sum()) + record.overhead_s
+    in_pipeline = iterations.stage_end_s is not None
+    bubbles = find_bubbles(iterations) if in_pipeline and num_iterations else None
+    iteration_s = iterations.model_s if in_pipeline else iterations.duration_s
+    wall_s = busy_s if in_pipeline else float(iterations.model_s.sum()) + record.overhead_s
     told = ServerCounters() if record.server is None else record.server.counters
-    measured = num_iterations > 0 and not np.array_equal(iterations.duration_s, iterations.model_s)
+    measured = num_iterations > 0 and not record.virtual_time
     sorted_gaps_s = np.sort(gaps_s)
     return Metrics(
         tbt=Distribution.of(sorted_gaps_s),
@@ -217,11 +229,14 @@ def compute_metrics(record: RunRecord, slo: SLO | None = None) -> Metrics:
         goodput_requests_per_s=None if good is None else _ratio(good, busy_s),
         busy_s=busy_s,
         num_iterations=num_iterations if record.server is None else told.num_iterations,
-        iteration_cv=_ratio(float(iterations.duration_s.std()), busy_s / num_iterations) if num_iterations else None,
+        iteration_cv=_ratio(float(iteration_s.std()), float(iteration_s.mean())) if num_iterations else None,
         bubble_fractions={
-            stages: replay(iterations.duration_s, stages).bubble_fraction if num_iterations else None
+            stages: replay(iteration_s, stages).bubble_fraction if num_iterations else None
             for stages in PIPELINE_STAGES
         },
+        num_stages=1 if iterations.stage_end_s is None else iterations.stage_end_s.shape[1],
+        bubble_fraction=None if bubbles is None else bubbles.bubble_fraction,
+        bubble_causes={**dict.fromkeys(BUBBLE_CAUSES), **(bubbles.fractions() if bubbles is not None else {})},
         mean_tokens_per_iteration=(
             float(iterations.num_tokens.mean()) if num_iterations else told.mean_tokens_per_iteration
         ),

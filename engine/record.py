@@ -61,6 +61,11 @@ class Iterations:
             num_preemptions=counts,
         )
 
+    @property
+    def end_s(self) -> FloatArray:
+        """When each iteration ended, and its tokens came."""
+        return self.start_s + self.duration_s if self.stage_end_s is None else self.stage_end_s[:, -1]
+
     def to_frame(self) -> pd.DataFrame:
         """One row an iteration, columns as named here; lists by stage in a pipeline, no such columns without."""
         columns = {column.name: getattr(self, column.name) for column in fields(self)}
@@ -100,8 +105,9 @@ class RunRecord:
     ``token_request`` and ``token_s`` give, for every generated token in order of time, the request's index
     in the workload and the time it came. ``overhead_s`` is the host time outside the model (scheduling,
     building the batch, records). ``stopped`` says why a run ended early, None when it ran to its end.
-    ``outputs`` holds the generated ids by request, empty where the device is modelled. A run on a server has no
-    iterations but a ``server`` view, and no ``num_kv_blocks`` where the server does not tell.
+    ``outputs`` holds the generated ids by request, empty where the device is modelled. ``virtual_time``: the clock is
+    a model's, and ``overhead_s`` is not on it. A run on a server has no iterations but a ``server`` view, and no
+    ``num_kv_blocks`` where the server does not tell.
     """
 
     config: EngineConfig
@@ -117,6 +123,7 @@ class RunRecord:
     stopped: str | None = None
     outputs: tuple[tuple[int, ...], ...] = ()
     server: ServerView | None = None
+    virtual_time: bool = False
 
     @property
     def busy_s(self) -> float:
@@ -126,7 +133,7 @@ class RunRecord:
         iterations = self.iterations
         if iterations.stage_end_s is None:
             return float(iterations.duration_s.sum())
-        return busy_span_s(iterations.start_s, iterations.stage_end_s[:, -1])
+        return busy_span_s(iterations.start_s, iterations.end_s)
 
     def count_status(self, status: str) -> int:
         """Requests that ended with ``status``."""

@@ -91,6 +91,7 @@ class Run:
             token_s=token_s,
             overhead_s=self.overhead_s,
             stopped=stopped,
+            virtual_time=self.device.virtual_time,
             outputs=tuple(tuple(seq.output_token_ids) for seq in sequences) if self.device.needs_token_ids else (),
         )
 

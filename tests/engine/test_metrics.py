@@ -277,7 +277,7 @@ def test_the_row_has_the_columns_of_the_run_folder() -> None:
             grown = [prefix + piece for prefix in grown for piece in part]
         columns += grown
     assert sorted(compute_metrics(record_of([[1.0, 2.0]])).to_row()) == sorted(columns)
-    assert len(columns) == 5 * 7 + 20
+    assert len(columns) == 5 * 7 + 27
 
 
 @given(
