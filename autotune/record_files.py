@@ -65,15 +65,18 @@ _DICTIONARIES = ["run", "policy", "status"]
 
 
 def iteration_table(row: TrialRow, record: RunRecord) -> pa.Table:
-    """One row an iteration of a run; on a pipeline with the times of its stages and their idle time before, by cause."""
+    """One row an iteration of a run; on a pipeline with the times of its stages and their idle time before it."""
     iterations = record.iterations
-    columns = {name: getattr(iterations, name, None) for name in ITERATIONS_SCHEMA.names}
-    if iterations.stage_end_s is not None and len(iterations):
+    columns: dict[str, object] = {
+        name: getattr(iterations, name)
+        for name in ITERATIONS_SCHEMA.names
+        if getattr(iterations, name, None) is not None
+    }
+    if iterations.stage_start_s is not None and iterations.stage_end_s is not None and len(iterations):
+        columns |= {"stage_start_s": list(iterations.stage_start_s), "stage_end_s": list(iterations.stage_end_s)}
         causes = find_bubbles(iterations).idle_s.T
         columns |= {f"bubble_{cause}_s": idle_s for cause, idle_s in zip(BUBBLE_CAUSES, causes, strict=True)}
-        columns |= {name: list(columns[name]) for name in ("stage_start_s", "stage_end_s")}
-    present = {name: values for name, values in columns.items() if values is not None}
-    return _table(row, ITERATIONS_SCHEMA, present, len(iterations))
+    return _table(row, ITERATIONS_SCHEMA, columns, len(iterations))
 
 
 def request_table(row: TrialRow, record: RunRecord) -> pa.Table:

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from fake_pipeline import FakePipeline
 from stair_device import StairDevice
 from tilebudget.autotune.record_files import (
     ITERATIONS_FILE,
@@ -18,7 +19,15 @@ from tilebudget.autotune.record_files import (
     write_tables,
 )
 from tilebudget.autotune.trial import TrialRow
-from tilebudget.engine import Engine, EngineConfig, Request, RunRecord, Workload
+from tilebudget.engine import (
+    BUBBLE_CAUSES,
+    Engine,
+    EngineConfig,
+    Request,
+    RunRecord,
+    Workload,
+    find_bubbles,
+)
 
 ROW = TrialRow(
     run="policy-sarathi", role="policy", state="complete", reason=None, token_budget=256, kind="aligned",
@@ -66,3 +75,21 @@ def test_each_run_is_a_row_group(record: RunRecord, tmp_path: Path) -> None:
     write_tables(tables, REQUESTS_FILE, tmp_path / REQUESTS_FILE)
     file = pq.ParquetFile(tmp_path / REQUESTS_FILE)
     assert [set(file.read_row_group(group)["run"].to_pylist()) for group in range(2)] == [{"a"}, {"b"}]
+
+
+def test_a_pipeline_keeps_its_stages_and_bubbles(tmp_path: Path) -> None:
+    requests = tuple(Request(arrival_s=0.0, prompt_tokens=30 + i, output_tokens=5) for i in range(6))
+    executor = FakePipeline(2, lambda _, batch: [0.1 + 0.01 * batch.num_tokens] * 2)
+    config = EngineConfig(token_budget=32, max_num_seqs=4)
+    pipelined = Engine(executor).run(Workload(name="w", requests=requests), config)
+    iterations, written_requests = written(pipelined, tmp_path)
+    for name in ("stage_start_s", "stage_end_s"):
+        np.testing.assert_array_equal(np.stack(iterations[name]), getattr(pipelined.iterations, name))
+    idle_s = iterations[[f"bubble_{cause}_s" for cause in BUBBLE_CAUSES]]
+    np.testing.assert_allclose(idle_s, find_bubbles(pipelined.iterations).idle_s, rtol=1e-6)
+    assert written_requests["token_s"].isna().all()
+
+
+def test_without_a_pipeline_there_are_none(record: RunRecord, tmp_path: Path) -> None:
+    iterations, _ = written(record, tmp_path)
+    assert iterations[["stage_start_s", "stage_end_s", "bubble_empty_slot_s"]].isna().all(axis=None)
