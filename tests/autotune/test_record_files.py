@@ -84,7 +84,7 @@ def test_a_pipeline_keeps_its_stages_and_bubbles(tmp_path: Path) -> None:
     pipelined = Engine(executor).run(Workload(name="w", requests=requests), config)
     iterations, written_requests = written(pipelined, tmp_path)
     for name in ("stage_start_s", "stage_end_s"):
-        np.testing.assert_array_equal(np.stack(iterations[name]), getattr(pipelined.iterations, name))
+        np.testing.assert_array_equal(np.stack(iterations[name].tolist()), getattr(pipelined.iterations, name))
     idle_s = iterations[[f"bubble_{cause}_s" for cause in BUBBLE_CAUSES]]
     np.testing.assert_allclose(idle_s, find_bubbles(pipelined.iterations).idle_s, rtol=1e-6)
     assert written_requests["token_s"].isna().all()
