@@ -9,7 +9,7 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +26,7 @@ from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
 from .console import TuneProgress, counting_progress, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
 from .options import DEVICE, ENGINE, RUNTIME, STUDY, TRAFFIC, Json, Setting, takes
-from .problem import load_workload, workload_summary
+from .problem import load_workload, read_staircase, staircase_costs, workload_summary
 from .profiles import default_profile_path, profile_device
 from .recommendation import CONTAINER, FORMATS
 from .run_folder import default_run_dir
@@ -110,6 +110,7 @@ def run_command(
         max_model_len=min(config.max_model_len, executor.max_position),
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks,
+        token_costs=staircase_costs(read_staircase(config)) if config.policy == "tile_aligned" else None,
         seed=config.seed,
     )
     record = Engine(executor).run(requests, engine_config)
@@ -121,8 +122,7 @@ def run_command(
             "statuses": list(record.requests.status),
             "device": dict(record.device),
             "workload": workload_summary(requests),
-            "engine": {field.name: getattr(engine_config, field.name) for field in fields(engine_config)}
-            | {"num_kv_blocks": record.num_kv_blocks},
+            "engine": asdict(engine_config) | {"num_kv_blocks": record.num_kv_blocks},
         }
         print(json.dumps(document, default=str))
         return

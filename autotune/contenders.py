@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..engine import POLICY_NAMES, RunRecord
+from ..engine import PAPER_POLICIES, RunRecord
 from ..engine.modelled_executor import ModelledExecutor
 from .problem import Problem
 from .selection import Choice, Contender, choose, promising, shortlist
@@ -74,12 +74,13 @@ def _interleave(
 
 
 def compare_policies(problem: Problem, runner: TrialRunner, choice: Choice, progress: ProgressSink) -> list[RunPair]:
-    """Every policy once on the same requests at the chosen budget."""
+    """The paper's policies, and the study's own where it is another, once on the same requests at the chosen budget."""
     if choice.best is None:
         return []
+    policies = tuple(dict.fromkeys((*PAPER_POLICIES, problem.config.policy)))
     runs: list[RunPair] = []
-    for policy in POLICY_NAMES:
+    for policy in policies:
         pair = runner.run(choice.best.candidate, run=f"policy-{policy}", role="policy", policy=policy)
         runs.append(pair)
-        progress("policy", len(runs), len(POLICY_NAMES), pair[0])
+        progress("policy", len(runs), len(policies), pair[0])
     return runs

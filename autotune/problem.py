@@ -11,6 +11,7 @@ from ..engine import EngineConfig, Executor, Workload
 from ..engine.metrics import SLO
 from ..engine.presets import preset_workload
 from ..engine.slo import ReferenceDecode, reference_decode, resolve_slo
+from ..engine.token_costs import TokenCosts
 from ..engine.traces import load_trace
 from ..engine.workload import assign_arrivals
 from ..kernels.measure import GEMM_KERNELS
@@ -79,6 +80,7 @@ def load_workload(config: TuneConfig, max_position: int | None = None) -> Worklo
 class DeviceFacts:
     """What was read off the device when the study began; a resumed study keeps it, so that all its trials are held to
     one SLO. ``edges``: token counts after which one more token costs a step, and ``edge_sources`` where each is from.
+    ``token_costs`` is what the ``tile_aligned`` policy goes by; None where nothing tells.
     ``staircase`` is what they were read from; None where they were given, or come from an earlier run's file.
     """
 
@@ -86,6 +88,7 @@ class DeviceFacts:
     num_kv_blocks: int
     edges: tuple[int, ...]
     edge_sources: tuple[str, ...]
+    token_costs: TokenCosts | None = None
     staircase: TileAnalysis | None = None
 
     def to_json(self) -> dict[str, object]:
@@ -96,6 +99,7 @@ class DeviceFacts:
                 {"tokens": edge, "source": source} for edge, source in zip(self.edges, self.edge_sources, strict=True)
             ],
             "num_kv_blocks": self.num_kv_blocks,
+            "token_costs": None if self.token_costs is None else asdict(self.token_costs),
             "reference_decode": {"duration_ms": self.reference.duration_s * 1e3, **reference},
         }
 
@@ -103,28 +107,33 @@ class DeviceFacts:
     def from_json(cls, data: Mapping[str, Any]) -> DeviceFacts:
         """The inverse of ``to_json``. Raises KeyError or TypeError when ``data`` is something else."""
         reference = {field.name: data["reference_decode"][field.name] for field in fields(ReferenceDecode)}
+        costs = data.get("token_costs")  # absent in folders of before the policy that uses it
         return cls(
             reference=ReferenceDecode(**reference),
             num_kv_blocks=data["num_kv_blocks"],
             edges=tuple(edge["tokens"] for edge in data["edges"]),
             edge_sources=tuple(edge["source"] for edge in data["edges"]),
+            token_costs=None if costs is None else TokenCosts(**{name: tuple(row) for name, row in costs.items()}),
         )
 
 
 def read_device(config: TuneConfig, executor: Executor, workload: Workload, edges: Iterable[int] | None) -> DeviceFacts:
     """Measure the reference decode iteration and settle KV size and edges."""
-    engine_config = _engine_config(config, executor, config.num_kv_blocks)
-    num_kv_blocks = config.num_kv_blocks or executor.default_num_kv_blocks(engine_config)
     _, max_budget = _bounds(config, workload)
     staircase = read_staircase(config) if edges is None else None
     found = dict.fromkeys(thin_edges(edges or ()), "given")
+    costs = TokenCosts.from_edges(found) if found else None
     if staircase is not None:
         found = staircase_edges(staircase, max_budget)
+        costs = staircase_costs(staircase)
+    engine_config = _engine_config(config, executor, config.num_kv_blocks, costs)
+    num_kv_blocks = config.num_kv_blocks or executor.default_num_kv_blocks(engine_config)
     return DeviceFacts(
         reference=reference_decode(executor, engine_config),  # sized by memory, not by this study's cache
         num_kv_blocks=num_kv_blocks,
         edges=tuple(found),
         edge_sources=tuple(found.values()),
+        token_costs=costs,
         staircase=staircase,
     )
 
@@ -154,6 +163,16 @@ def staircase_edges(analysis: TileAnalysis, max_budget: int) -> dict[int, str]:
     return dict(sorted((sources | dict.fromkeys(between, TILE_SOURCE)).items()))
 
 
+def staircase_costs(analysis: TileAnalysis) -> TokenCosts:
+    """What the linear layers of an iteration cost by its tokens, and the steps of their staircase."""
+    sweep = analysis.layer().sweep
+    return TokenCosts(
+        tokens=tuple(sweep.tokens.tolist()),
+        cost_ms=tuple((sweep.latency_ms * (analysis.num_layers or 1)).tolist()),
+        edges=tuple(candidate_edges(analysis)),
+    )
+
+
 def _measured_kernel(kernels: str | None) -> str | None:
     return kernels if kernels in GEMM_KERNELS else None
 
@@ -171,14 +190,16 @@ def state_problem(config: TuneConfig, executor: Executor, workload: Workload, fa
         config=config,
         executor=executor,
         workload=workload,
-        engine_config=_engine_config(config, executor, facts.num_kv_blocks),
+        engine_config=_engine_config(config, executor, facts.num_kv_blocks, facts.token_costs),
         slo=resolve_slo(config.tbt_slo, facts.reference),
         facts=facts,
         space=space,
     )
 
 
-def _engine_config(config: TuneConfig, executor: Executor, num_kv_blocks: int | None) -> EngineConfig:
+def _engine_config(
+    config: TuneConfig, executor: Executor, num_kv_blocks: int | None, token_costs: TokenCosts | None
+) -> EngineConfig:
     return EngineConfig(
         token_budget=config.max_num_seqs,
         policy=config.policy,
@@ -186,6 +207,7 @@ def _engine_config(config: TuneConfig, executor: Executor, num_kv_blocks: int | 
         max_model_len=min(config.max_model_len, executor.max_position),
         block_size=config.block_size,
         num_kv_blocks=num_kv_blocks,
+        token_costs=token_costs,
         seed=config.seed,
     )
 

@@ -1,7 +1,7 @@
 """A chunked-prefill serving engine: model, paged KV cache, schedulers, executors and metrics."""
 
 from .bubbles import BUBBLE_CAUSES, Bubbles, find_bubbles
-from .config import POLICY_NAMES, EngineConfig
+from .config import PAPER_POLICIES, POLICY_NAMES, EngineConfig
 from .engine import Engine
 from .executor import (
     AnyExecutor,
@@ -30,12 +30,14 @@ from .record import Iterations, Requests, RunRecord
 from .request import Batch, Request, Sequence, Workload
 from .run import Monitor, Progress
 from .slo import SLO_MULTIPLES, ReferenceDecode, reference_decode, resolve_slo, sound_stop
+from .token_costs import TokenCosts
 from .traces import TRACE_FORMATS, load_prompts, load_trace
 from .workload import ARRIVAL_KINDS, assign_arrivals
 
 __all__ = [
     "ARRIVAL_KINDS",
     "BUBBLE_CAUSES",
+    "PAPER_POLICIES",
     "PIPELINE_STAGES",
     "POLICY_NAMES",
     "PRESETS",
@@ -67,6 +69,7 @@ __all__ = [
     "RunRecord",
     "Sequence",
     "StepResult",
+    "TokenCosts",
     "Workload",
     "assign_arrivals",
     "compute_metrics",

@@ -85,7 +85,8 @@ class Sequence:
     ``num_tokens`` counts the known tokens (prompt and generated), ``num_computed`` those whose keys and
     values are in the cache. A prefill (the first, or the recomputation after a preemption) runs until
     ``num_computed == num_tokens``; that iteration yields the next token. ``slot`` is the row of the block
-    table that it holds while it runs, -1 otherwise; ``kv_capacity`` the tokens its blocks can hold.
+    table that it holds while it runs, -1 otherwise; ``kv_capacity`` the tokens its blocks can hold. ``was_deferred``
+    says that a policy has put part of its prompt off once.
     """
 
     __slots__ = (
@@ -103,6 +104,7 @@ class Sequence:
         "request",
         "slot",
         "token_ids",
+        "was_deferred",
     )
 
     def __init__(self, index: int, request: Request, token_ids: npt.NDArray[np.int64] | None = None) -> None:
@@ -120,6 +122,7 @@ class Sequence:
         self.first_scheduled_s = float("nan")
         self.last_token_s = float("nan")
         self.token_ids = token_ids
+        self.was_deferred = False
 
     @property
     def num_uncomputed(self) -> int:

@@ -84,6 +84,16 @@ def test_a_profile_is_measured_listed_and_run(tilebudget: Run) -> None:
     assert any(line.startswith("tbt_p99_ms ") for line in out.splitlines())
 
 
+def test_run_reads_the_edges_for_the_policy_that_trims_to_them(tilebudget: Run) -> None:
+    requests = ["--workload", "fixed:300:8", "--num-requests", "6", "--max-num-seqs", "4", "--max-model-len", "512"]
+    device = ["--device", "h200_sxm", "--kernels", "vllm", "--dtype", "fp8", "--model", "llama-3.1-8b"]
+    code, out, _ = tilebudget("run", "--policy", "tile_aligned", "--json", *device, *requests)
+    assert code == 0
+    document = json.loads(out)
+    assert document["statuses"] == ["finished"] * 6
+    assert {256, 512} <= set(document["engine"]["token_costs"]["edges"])
+
+
 def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Path) -> None:
     code, out, _ = tilebudget("run", "--prompts", str(prompts), "--token-budget", "16", *SMALL)
     assert code == 0

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from stair_device import StairDevice
 from tilebudget.autotune import Recommendation, TuneConfig, load_recommendation, tune
-from tilebudget.engine import EngineConfig, Request, Workload
+from tilebudget.autotune.run_folder import RunFolder
+from tilebudget.engine import PAPER_POLICIES, EngineConfig, Request, TokenCosts, Workload
 
 CONFIG = TuneConfig(max_num_seqs=8, max_model_len=4096, tbt_slo="30ms", num_trials=12, max_budget=2048)
 EDGES = range(128, 2049, 128)
@@ -70,6 +71,19 @@ def test_the_run_folder_holds_everything(tmp_path: Path, workload: Workload) -> 
     assert all(run.startswith("policy-") for run in drawn)
     requests = pd.read_parquet(folder / "requests.parquet")
     assert (requests["token_iteration"].map(len) == requests["num_generated"]).all()
+
+
+def test_our_own_policy_stands_beside_those_of_the_paper(tmp_path: Path, workload: Workload) -> None:
+    config = replace(CONFIG, policy="tile_aligned", num_trials=4)
+    folder = tmp_path / "own"
+    tune(config, executor=StairDevice(), workload=workload, edges=EDGES, run_dir=folder)
+    trials = pd.read_parquet(folder / "trials.parquet")
+    assert set(trials[trials["role"] == "search"]["policy"]) == {"tile_aligned"}
+    assert trials[trials["role"] == "policy"]["policy"].tolist() == [*PAPER_POLICIES, "tile_aligned"]
+    facts = RunFolder(folder).read_facts()
+    assert facts is not None
+    assert facts.token_costs == TokenCosts.from_edges(EDGES)
+    assert "tile-aligned" in (folder / "report.html").read_text()
 
 
 def test_nothing_feasible_is_a_result(tmp_path: Path, workload: Workload) -> None:

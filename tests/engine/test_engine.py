@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_executor import FakeExecutor, expected_output
+from fake_executor import TOKEN_COSTS, FakeExecutor, expected_output
 from tilebudget.engine import (
     POLICY_NAMES,
     Engine,
@@ -28,7 +28,8 @@ def workload(*rows: tuple[float, int, int]) -> Workload:
 
 
 def run(load: Workload, executor: FakeExecutor | None = None, **settings: object) -> RunRecord:
-    config = EngineConfig(**({"max_num_seqs": 4, "token_budget": 64} | settings))  # type: ignore[arg-type]
+    defaults = {"max_num_seqs": 4, "token_budget": 64, "token_costs": TOKEN_COSTS}
+    config = EngineConfig(**(defaults | settings))  # type: ignore[arg-type]
     return Engine(executor or FakeExecutor()).run(load, config)
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from fake_executor import TOKEN_COSTS
 from hypothesis import given
 from hypothesis import strategies as st
 from tilebudget.engine import (
@@ -98,6 +99,7 @@ CONFIGS = st.builds(
     max_model_len=st.just(120),
     block_size=st.sampled_from((1, 4, 16)),
     num_kv_blocks=st.integers(8, 130),
+    token_costs=st.just(TOKEN_COSTS),
 )
 
 
@@ -129,12 +131,18 @@ def test_a_tight_cache_and_arrivals_in_the_middle(policy: str) -> None:
         ),
     )
     config = EngineConfig(
-        policy=policy, token_budget=24, max_num_seqs=6, max_model_len=160, block_size=4, num_kv_blocks=60
+        policy=policy,
+        token_budget=24,
+        max_num_seqs=6,
+        max_model_len=160,
+        block_size=4,
+        num_kv_blocks=60,
+        token_costs=TOKEN_COSTS,
     )
     single, runs = SingleSteps(), Runs()
     one, other = Engine(single).run(load, config), Engine(runs).run(load, config)
     assert_same(one, other)
-    if policy in ("sarathi", "vllm_v0"):
+    if policy in ("sarathi", "tile_aligned", "vllm_v0"):
         assert one.iterations.num_preemptions.sum() > 3
     assert runs.num_calls < 0.6 * single.num_calls
 

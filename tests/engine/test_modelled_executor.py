@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from fake_executor import TOKEN_COSTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tilebudget.engine import (
@@ -111,7 +112,12 @@ def make_workload(rows: list[tuple[float, int, int]]) -> Workload:
 )
 def test_runs_of_decodes_equal_single_iterations(load: Workload, policy: str, num_kv_blocks: int) -> None:
     config = EngineConfig(
-        policy=policy, token_budget=48, max_num_seqs=5, max_model_len=256, num_kv_blocks=num_kv_blocks
+        policy=policy,
+        token_budget=48,
+        max_num_seqs=5,
+        max_model_len=256,
+        num_kv_blocks=num_kv_blocks,
+        token_costs=TOKEN_COSTS,
     )
     executor = ModelledExecutor(make_table(), MODEL)
     one, other = (Engine(each).run(load, config) for each in (OneByOne(executor), executor))

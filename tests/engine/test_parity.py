@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_executor import TOKEN_COSTS
 from tilebudget.engine import POLICY_NAMES, Batch, Engine, EngineConfig, Request, StepResult, Workload
 from tilebudget.engine.model import Model
 from tilebudget.engine.torch_executor import TorchExecutor
@@ -93,11 +94,12 @@ def test_greedy_outputs_equal_transformers(
         max_model_len=64,
         block_size=4,
         num_kv_blocks=num_kv_blocks,
+        token_costs=TOKEN_COSTS,
     )
     record = Engine(executor).run(workload_of(expected), config)
 
     assert record.outputs == expected.outputs
     for index, rows in executor.logits.items():
         torch.testing.assert_close(torch.stack(rows), expected.logits[index], atol=1e-4, rtol=0)
-    can_preempt = policy in ("vllm_v0", "sarathi")
+    can_preempt = policy in ("vllm_v0", "sarathi", "tile_aligned")
     assert (record.iterations.num_preemptions.sum() > 0) == (num_kv_blocks == TIGHT and can_preempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_executor import TOKEN_COSTS
 from tilebudget.engine import Batch, BlockManager, EngineConfig, Request, Sequence
 from tilebudget.engine.policies import POLICIES, make_scheduler
 from tilebudget.engine.scheduler import Scheduler
@@ -11,7 +12,9 @@ from tilebudget.engine.scheduler import Scheduler
 def scheduler(
     policy: str = "sarathi", *, num_blocks: int = 100, max_num_seqs: int = 8, token_budget: int | None = 100
 ) -> Scheduler:
-    config = EngineConfig(policy=policy, max_num_seqs=max_num_seqs, token_budget=token_budget, block_size=4)
+    config = EngineConfig(
+        policy=policy, max_num_seqs=max_num_seqs, token_budget=token_budget, block_size=4, token_costs=TOKEN_COSTS
+    )
     kv = BlockManager(num_blocks=num_blocks, block_size=4, max_num_seqs=max_num_seqs, max_blocks_per_seq=64)
     return make_scheduler(config, kv)
 

@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from zlib import crc32
 
 import numpy as np
-from tilebudget.engine import Batch, BlockManager, EngineConfig, Sequence, StepResult
+from tilebudget.engine import Batch, BlockManager, EngineConfig, Sequence, StepResult, TokenCosts
 
 Duration = Callable[[int, Batch], float]
+
+#: What ``tile_aligned`` goes by in tests of small batches.
+TOKEN_COSTS = TokenCosts.from_edges((4, 8, 16, 24, 48, 96))
 
 
 def linear_duration(iteration: int, batch: Batch) -> float:
