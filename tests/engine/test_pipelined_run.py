@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from fake_executor import FakeExecutor, expected_output
+from fake_executor import TOKEN_COSTS, FakeExecutor, expected_output
 from fake_pipeline import FakePipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +55,7 @@ def runs(draw: st.DrawFn) -> tuple[Workload, EngineConfig]:
         max_model_len=longest,
         block_size=block_size,
         num_kv_blocks=-(-longest // block_size) + draw(st.integers(0, 12)),
+        token_costs=TOKEN_COSTS,
     )
     return load, config
 

@@ -11,7 +11,17 @@ import pytest
 from fake_executor import FakeExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tilebudget.engine import Batch, BlockManager, Engine, EngineConfig, Request, Sequence, TokenCosts, Workload, compute_metrics
+from tilebudget.engine import (
+    Batch,
+    BlockManager,
+    Engine,
+    EngineConfig,
+    Request,
+    Sequence,
+    TokenCosts,
+    Workload,
+    compute_metrics,
+)
 from tilebudget.engine import policies as policies_module
 from tilebudget.engine.policies import Sarathi, TileAligned
 
