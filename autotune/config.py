@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,15 @@ PROFILE_SUFFIX = ".json"
 #: What a CPU, a CUDA device and a modelled one get where the settings say None. A CPU's study is to end in about two
 #: minutes. A modelled run takes seconds for hours of traffic, so it serves the whole trace at the sizes of a server.
 DEFAULTS_BY_DEVICE = {
-    "cpu": {"num_requests": 24, "max_num_seqs": 8, "max_model_len": 1024, "num_trials": 12},
-    "cuda": {"num_requests": 128, "max_num_seqs": 64, "max_model_len": 4096, "num_trials": 16},
-    "modelled": {"num_requests": 2000, "max_num_seqs": 128, "max_model_len": 16384, "num_trials": 60},
+    "cpu": {"num_requests": 24, "max_num_seqs": 8, "max_model_len": 1024, "num_trials": 12, "round_size": 1},
+    "cuda": {"num_requests": 128, "max_num_seqs": 64, "max_model_len": 4096, "num_trials": 16, "round_size": 1},
+    "modelled": {
+        "num_requests": 2000,
+        "max_num_seqs": 128,
+        "max_model_len": 16384,
+        "num_trials": 60,
+        "round_size": 4,
+    },
 }
 _BY_DEVICE: Any = None
 ARRIVALS = ("trace", "poisson", "fixed", "saturated")
@@ -38,15 +45,17 @@ class TuneConfig:
     trtllm; None takes the first that was measured) and ``tensor_parallel`` degree then are modelled, not run. On a
     device here ``kernels`` is torch, triton or auto, which None means: the faster of the two, operation by operation
     (torch on a CPU).
-    num_requests, max_num_seqs, max_model_len, num_trials: None takes DEFAULTS_BY_DEVICE; a modelled device then serves
-    a ``trace`` whole.
+    num_requests, max_num_seqs, max_model_len, num_trials, round_size: None takes DEFAULTS_BY_DEVICE; a modelled device
+    then serves a ``trace`` whole.
     workload: preset name, used when there is no ``trace`` file. ``num_requests`` of it, arriving as
     ``arrivals`` says (``qps`` requests/s for Poisson and fixed); None keeps a trace's own times and
     saturates a preset. tbt_slo: ``strict``, ``relaxed`` or a duration such as ``20ms``.
     min_budget, max_budget: tokens; None takes ``max_num_seqs`` and what the workload can fill.
     pipeline_stages: the stage count whose bubble fraction is the second objective.
-    num_trials: budgets that the search may run; repeats: extra runs of each contender, interleaved. A modelled device
-    gives the same figures every time, so it runs each contender once more whatever ``repeats`` says.
+    num_trials: budgets that the search may run. round_size: how many of them are proposed at a time: so many workers
+    the search keeps busy, and its outcome depends on this, not on how many there are.
+    repeats: extra runs of each contender, interleaved. A modelled device gives the same figures every time, so it runs
+    each contender once more whatever ``repeats`` says.
     warm_start: on a device here, profile it first, and begin with the budgets that the latency model expects most of.
 
     Raises ValueError that names the field, its value and the rule.
@@ -73,6 +82,7 @@ class TuneConfig:
     num_kv_blocks: int | None = None
     pipeline_stages: int = 4
     num_trials: int = _BY_DEVICE
+    round_size: int = _BY_DEVICE
     num_contenders: int = 3
     repeats: int = 3
     seed: int = 0
@@ -116,7 +126,15 @@ class TuneConfig:
             raise ValueError(
                 f"tensor_parallel={self.tensor_parallel}: must be 1 on {self.device}; modelled devices take more"
             )
-        for name in ("tensor_parallel", "max_num_seqs", "max_model_len", "block_size", "num_trials", "num_contenders"):
+        for name in (
+            "tensor_parallel",
+            "max_num_seqs",
+            "max_model_len",
+            "block_size",
+            "num_trials",
+            "round_size",
+            "num_contenders",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("num_requests", "num_kv_blocks", "num_threads", "min_budget", "max_budget"):
@@ -141,6 +159,15 @@ class TuneConfig:
             return "modelled"
         cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
         return "cuda" if cuda else "cpu"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object of all settings."""
+        return {**asdict(self), "trace": None if self.trace is None else str(self.trace)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TuneConfig:
+        """The inverse of ``to_json``."""
+        return cls(**{**data, "trace": None if data["trace"] is None else Path(data["trace"])})
 
     def identity(self) -> dict[str, str | int | float | None]:
         """The settings that a resumed study must share; how far to search may differ."""

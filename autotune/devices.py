@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,14 @@ def resolve_device(device: str) -> str:
     if device not in available:
         raise ValueError(f"device={device!r}: not available here; available: {', '.join(available)}")
     return device
+
+
+def visible_gpus(executor: Executor) -> tuple[str, ...]:
+    """The GPUs that this process sees, in the words of ``CUDA_VISIBLE_DEVICES``; none where the executor uses none."""
+    if executor.describe()["device"] != "cuda":
+        return ()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(named.split(",")) if named else tuple(map(str, range(torch.cuda.device_count())))
 
 
 def make_executor(config: TuneConfig) -> Executor:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("tilebudget", "torch", "triton", "optuna", "numpy", "pandas", "plotly", "pyarrow", "safetensors")
+
+
+_PASSWORD = re.compile(r"(://[^:/@\s]*:)[^@\s]+(?=@)")
+
+
+def mask_passwords(text: str) -> str:
+    """``text`` without the passwords of the URLs in it."""
+    return _PASSWORD.sub(r"\1***", text)
+
+
+def command_line() -> str:
+    """The command that runs, without passwords."""
+    return mask_passwords(" ".join(["tilebudget", *sys.argv[1:]]))
 
 
 def package_versions() -> dict[str, str]:

@@ -92,6 +92,12 @@ OPTIONS: dict[str, object] = {
     "num_trials": Annotated[
         int | None, typer.Option(help=f"Budgets that the search may run. {_by_device('num_trials')}")
     ],
+    "round_size": Annotated[
+        int | None,
+        typer.Option(
+            help="Budgets proposed at a time: how many workers have something to run. " + _by_device("round_size")
+        ),
+    ],
     "num_contenders": Annotated[int, typer.Option(help="Best budgets to repeat.")],
     "repeats": Annotated[int, typer.Option(help="Interleaved repeats of each of them.")],
     "seed": Annotated[int, typer.Option(help="Seed of weights, prompts, arrivals and the search.")],
@@ -112,6 +118,7 @@ STUDY = (
     "max_budget",
     "pipeline_stages",
     "num_trials",
+    "round_size",
     "num_contenders",
     "repeats",
     "warm_start",

@@ -1,58 +1,86 @@
-"""Runs of a search side by side, one process a core: for modelled devices, whose time no neighbour disturbs."""
+"""Worker processes on this machine, started by ``tune`` beside the process that proposes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from types import TracebackType
+import signal
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from multiprocessing.synchronize import Event
+from types import FrameType, TracebackType
 from typing import Self
-
-from .space import Candidate
-from .trial import TrialRow, TrialRunner
 
 MAX_WORKERS = 8
 """Each holds the tokens of a whole trace, some hundred MB."""
 
-_runner: TrialRunner | None = None
+STOP_LIMIT_S = 5.0
 
 
-def num_workers() -> int:
-    """Processes worth starting: one for each core of this process; 1 where processes cannot fork."""
+def num_cores() -> int:
+    """Workers worth having on a modelled device: one for each core of this process; 1 where processes cannot fork."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return 1
     return min(MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
-class TrialPool:
-    """Processes that run budgets of a search with one runner; a context manager.
+class LocalWorkers:
+    """Processes that each call ``work`` with their number, from ``begin`` on; a context manager, which waits for them
+    to return, or interrupts them when it is left with an exception.
 
-    They are forked, so that workload and tables are shared and a script needs no main guard.
+    Forked, they share workload and tables with this process; that must happen before it opens a storage, whose
+    connections no two processes can share. Where this process may have begun to use a GPU they are ``spawned`` anew
+    instead; ``work`` is then a function of a module.
     """
 
-    def __init__(self, runner: TrialRunner, num_processes: int) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_adopt, initargs=(runner,))
+    def __init__(self, count: int, work: Callable[[int], object], *, spawned: bool = False) -> None:
+        context: BaseContext = multiprocessing.get_context("spawn" if spawned else "fork")
+        self._go = context.Event()
+        arguments = (work, self._go, os.getpid())
+        self._processes = [
+            context.Process(target=_work, args=(number, *arguments), daemon=True)  # type: ignore[attr-defined]
+            for number in range(count)
+        ]
+        for process in self._processes:
+            process.start()
 
-    def run(self, jobs: Sequence[tuple[Candidate, str]]) -> list[TrialRow]:
-        """The rows of (candidate, run name) pairs, in their order."""
-        return list(self._pool.map(_run_search_trial, jobs))
+    def begin(self) -> None:
+        """Let them work."""
+        self._go.set()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._pool.shutdown(wait=kind is None, cancel_futures=True)
+        for process in self._processes:
+            if (kind is not None or not self._go.is_set()) and process.is_alive():
+                os.kill(process.pid, signal.SIGINT)
+        try:
+            for process in self._processes:
+                process.join(STOP_LIMIT_S if kind is not None else None)
+        finally:  # a second Ctrl-C comes here at once
+            for process in self._processes:
+                process.kill()
 
 
-def _adopt(runner: TrialRunner) -> None:
-    global _runner
-    _runner = runner
+def is_orphan(parent: int) -> bool:
+    """Whether the process that started this one has ended."""
+    return os.getppid() != parent
 
 
-def _run_search_trial(job: tuple[Candidate, str]) -> TrialRow:
-    if _runner is None:
-        raise RuntimeError("a worker runs before it was given its runner")
-    candidate, run = job
-    return _runner.run(candidate, run=run, role="search", prune=True)[0]
+def _work(number: int, work: Callable[[int], object], go: Event, parent: int) -> None:
+    signal.signal(signal.SIGINT, _interrupt_once)
+    try:
+        while not go.wait(1.0):
+            if is_orphan(parent):
+                return
+        work(number)
+    except KeyboardInterrupt:
+        return
+
+
+def _interrupt_once(signum: int, frame: FrameType | None) -> None:
+    """The terminal sends Ctrl-C to every process, and the parent does so again: giving a trial back is not
+    interrupted."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt

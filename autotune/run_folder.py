@@ -13,9 +13,15 @@ from pathlib import Path
 import pandas as pd
 
 from ..engine import RunRecord
-from .problem import DeviceFacts
+from ..kernels.errors import TileBudgetError
+from .file_lock import FileLock
 from .record_files import ITERATIONS_FILE, REQUESTS_FILE, iteration_table, request_table, write_tables
+from .storages import JOURNAL_NAME
 from .trial import TrialRow
+
+
+class RunFolderError(TileBudgetError):
+    """A file of the run folder cannot be written."""
 
 
 class RunFolder:
@@ -30,20 +36,13 @@ class RunFolder:
     @property
     def journal(self) -> Path:
         """Optuna's journal file."""
-        return self.path / "study.journal"
+        return self.path / JOURNAL_NAME
 
-    def read_facts(self) -> DeviceFacts | None:
-        """What an earlier run of this study read off the device; None when there was none.
-
-        Raises ValueError when ``profile.json`` is damaged.
-        """
-        file = self.path / "profile.json"
-        if not (self.journal.exists() and file.exists()):
-            return None
-        try:
-            return DeviceFacts.from_json(json.loads(file.read_text()))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"{file}: damaged ({type(error).__name__}: {error}); use another run folder") from None
+    def locked(self) -> FileLock:
+        """A context manager within which no other study writes here; LockedError, with its name, where one does."""
+        return FileLock(
+            self.path / ".lock", f"run folder {self.path}", advice="; wait for it, or give another --run-dir"
+        )
 
     def write_json(self, name: str, data: Mapping[str, object]) -> None:
         """Write ``data`` as JSON."""
@@ -76,15 +75,21 @@ class RunFolder:
         temporary.replace(latest)
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
-        handle, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{name}-")
-        os.close(handle)
         try:
-            write(Path(temporary))
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self.path / name)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            handle, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{name}-")
+            os.close(handle)
+            try:
+                write(Path(temporary))
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, self.path / name)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path / name}: cannot be written ({error.strerror or error}); the study is kept in its storage, "
+                "and once it can be written the same command goes on from there"
+            ) from error
 
 
 def default_run_dir(model: str) -> Path:

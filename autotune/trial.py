@@ -12,6 +12,7 @@ from typing import cast
 from ..engine import Engine, EngineConfig, Monitor, RunRecord, Workload
 from ..engine.metrics import SLO, compute_metrics
 from ..engine.slo import sound_stop
+from .device_lock import device_lock
 from .prediction import Prediction
 from .space import Candidate
 
@@ -93,20 +94,7 @@ class TrialRunner:
     ) -> tuple[TrialRow, RunRecord | None]:
         """Run one budget; with ``prune`` it stops once its SLO cannot be met any more."""
         began = perf_counter()
-        started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        row = TrialRow(
-            run=run,
-            role=role,
-            state="failed",
-            reason=None,
-            token_budget=candidate.token_budget,
-            kind=candidate.kind,
-            edge_tokens=candidate.edge_tokens,
-            policy=policy or self.base.policy,
-            feasible=None,
-            started_at=started_at,
-            elapsed_s=0.0,
-        )
+        row = self.failed_row(candidate, run, role, None, policy=policy)
         prediction = self.predictions.get(candidate.token_budget)
         if prediction is not None and row.policy == self.base.policy:
             row = replace(
@@ -117,11 +105,30 @@ class TrialRunner:
         record: RunRecord | None = None
         try:
             config = replace(self.base, token_budget=candidate.token_budget, policy=row.policy)
-            record = self.engine.run(self.workload, config, monitor=self._monitor() if prune else None)
+            with device_lock(self.engine.executor):
+                record = self.engine.run(self.workload, config, monitor=self._monitor() if prune else None)
             row = self._score(row, record)
         except Exception as error:  # a failed trial is a result: kept with its reason
             row = replace(row, reason=f"{type(error).__name__}: {error}")
         return replace(row, elapsed_s=perf_counter() - began), record
+
+    def failed_row(
+        self, candidate: Candidate, run: str, role: str, reason: str | None, *, policy: str | None = None
+    ) -> TrialRow:
+        """The row of a run that did not come to its end, begun now."""
+        return TrialRow(
+            run=run,
+            role=role,
+            state="failed",
+            reason=reason,
+            token_budget=candidate.token_budget,
+            kind=candidate.kind,
+            edge_tokens=candidate.edge_tokens,
+            policy=policy or self.base.policy,
+            feasible=None,
+            started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            elapsed_s=0.0,
+        )
 
     def _monitor(self) -> Monitor:
         return sound_stop(self.slo, self.workload, self.base)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from ..engine import Engine, Executor, RunRecord, Workload
@@ -14,18 +15,21 @@ from ..kernels.latency import LatencyTable
 from ..reports import build_report
 from .config import TuneConfig
 from .contenders import ProgressSink, compare_policies, repeat_contenders
-from .devices import make_executor
-from .environment import package_versions, source_commit
-from .parallel import num_workers
+from .device_lock import device_lock
+from .devices import make_executor, visible_gpus
+from .environment import command_line, package_versions, source_commit
+from .parallel import LocalWorkers, num_cores
 from .problem import Problem, load_workload, read_device, state_problem, workload_summary
 from .recommendation import Alternative, EngineSettings, Figure, Key, Recommendation, SLOInfo, model_key
 from .run_folder import RunFolder, default_run_dir
 from .selection import RULE, Choice, Contender, choose
 from .store import save_recommendation
+from .stored_study import STUDY_NAME, StoredStudy
 from .study import BudgetStudy
 from .trial import TrialRow, TrialRunner
 from .verdict import describe_alternative, write_verdict
 from .warm_start import WarmStart, warm_start
+from .worker import spawned_work, work
 
 EXPECTED_METRICS = (
     "tbt_p50_ms",
@@ -49,6 +53,9 @@ def tune(
     workload: Workload | None = None,
     edges: Iterable[int] | None = None,
     run_dir: Path | None = None,
+    storage: str | None = None,
+    study_name: str | None = None,
+    num_workers: int | None = None,
     command: str | None = None,
     progress: ProgressSink | None = None,
     **settings: str | int | float | Path | None,
@@ -59,53 +66,86 @@ def tune(
     ``workload`` and ``edges`` (token counts after which one more token costs a step) take the place of what the
     settings name. A ``run_dir`` that holds an unfinished study is resumed.
 
+    The study is kept in ``storage`` (a journal file, a database URL or ``grpc://HOST:PORT``; None is a journal in the
+    run folder) under ``study_name``, where workers of any machine may join its search. ``num_workers`` run it here,
+    this process being one of them; 0 leaves it to others, None takes one a core on a modelled device and this process
+    alone on one that is here.
+
     Raises ValueError on bad settings (naming field, value and rule) and TileBudgetError when the device cannot do the
     work at all; a single run that fails is a failed trial. Ctrl-C leaves a study that resumes.
     """
     # Settings alone make a config of their own, for some defaults depend on the device.
     config = replace(config, **settings) if config else TuneConfig(**settings)  # type: ignore[arg-type]
-    executor = executor or make_executor(config)
     folder = RunFolder(run_dir or default_run_dir(config.model))
-    workload = workload or load_workload(config, executor.max_position)
-    facts = folder.read_facts() or read_device(config, executor, workload, edges)
-    problem = state_problem(config, executor, workload, facts)
-    command = command or " ".join(["tilebudget", *sys.argv[1:]])
-    # A modelled device is the model already.
-    asks_model = config.warm_start and not executor.virtual_time
-    warm = warm_start(problem, folder) if asks_model else WarmStart(predictions={})
-    _write_setting(folder, problem, command, warm.note)
-
-    runner = TrialRunner(Engine(executor), problem.workload, problem.engine_config, problem.slo, warm.predictions)
-    study = BudgetStudy(
-        problem.space,
-        runner,
-        storage=folder.journal,
-        identity=config.identity(),
-        variance_metric=problem.variance_metric,
-        seed=config.seed,
-        num_parallel=num_workers() if isinstance(executor, ModelledExecutor) else 1,
-        suggestions=warm.suggestions,
-    )
+    command = command or command_line()
     report_progress = progress or (lambda phase, done, planned, row: None)
+    with folder.locked():
+        nameable = executor is None and workload is None
+        executor = executor or make_executor(config)
+        workload = workload or load_workload(config, executor.max_position)
+        where = storage or str(folder.journal)
+        name = study_name or (STUDY_NAME if storage is None else folder.path.resolve().name)
+        with _start_workers(num_workers, where, name, config, executor, workload) as workers:
+            stored = StoredStudy(where, name, config.identity())
+            facts = stored.read_facts()
+            resumed = facts is not None
+            with device_lock(executor):
+                facts = facts or read_device(config, executor, workload, edges)
+                problem = state_problem(config, executor, workload, facts)
+                # A modelled device is the model already.
+                asks_model = config.warm_start and not executor.virtual_time
+                warm = warm_start(problem, folder, resumed=resumed) if asks_model else WarmStart(predictions={})
+            _write_environment(folder, problem, command, warm.note)
+            if not resumed:
+                stored.write_setting(config if nameable else None, facts, workload, executor)
+            runner = TrialRunner(
+                Engine(executor), problem.workload, problem.engine_config, problem.slo, warm.predictions
+            )
+            study = BudgetStudy(
+                problem.space,
+                runner,
+                stored.queue(problem.variance_metric),
+                variance_metric=problem.variance_metric,
+                seed=config.seed,
+                round_size=config.round_size,
+                suggestions=warm.suggestions,
+            )
 
-    def on_trial(row: TrialRow, done: int, planned: int) -> None:
-        folder.write_trials(study.rows())
-        report_progress("search", done, planned, row)
+            def on_trial(row: TrialRow, done: int, planned: int) -> None:
+                folder.write_trials(study.rows())
+                report_progress("search", done, planned, row)
 
-    search_rows = study.search(config.num_trials, on_trial)
-    contenders, repeats = repeat_contenders(problem, runner, search_rows, report_progress)
-    choice = choose(contenders, problem.variance_metric)
-    policies = compare_policies(problem, runner, choice, report_progress)
-    rows = [*search_rows, *(row for row, _ in repeats), *(row for row, _ in policies)]
-    records = [(row, record) for row, record in policies if record is not None and row.state == "complete"]
-    recommendation = _recommend(problem, choice, contenders, search_rows, rows, command, records)
-    folder.write_trials(rows)
-    folder.write_records(records)
-    folder.write_json("recommendation.json", recommendation.to_json())
-    folder.point_latest()
-    build_report(folder.path)
-    save_recommendation(recommendation)
-    return recommendation
+            with stored.leading():
+                workers.begin()
+                search_rows = study.search(config.num_trials, on_trial, runs_here=num_workers != 0)
+        contenders, repeats = repeat_contenders(problem, runner, search_rows, report_progress)
+        choice = choose(contenders, problem.variance_metric)
+        policies = compare_policies(problem, runner, choice, report_progress)
+        rows = [*search_rows, *(row for row, _ in repeats), *(row for row, _ in policies)]
+        records = [(row, record) for row, record in policies if record is not None and row.state == "complete"]
+        recommendation = _recommend(problem, choice, contenders, search_rows, rows, command, records)
+        folder.write_trials(rows)
+        folder.write_records(records)
+        folder.write_json("recommendation.json", recommendation.to_json())
+        folder.point_latest()
+        build_report(folder.path)
+        save_recommendation(recommendation)
+        return recommendation
+
+
+def _start_workers(
+    num_workers: int | None, storage: str, study_name: str, config: TuneConfig, executor: Executor, workload: Workload
+) -> LocalWorkers:
+    """The workers beside this process, which wait until the study is there."""
+    if num_workers is None:
+        num_workers = num_cores() if isinstance(executor, ModelledExecutor) else 1
+    if num_workers < 0:
+        raise ValueError(f"workers={num_workers}: must be at least 0")
+    count, parent = max(0, num_workers - 1), os.getpid()
+    if executor.virtual_time:
+        given = (config, executor, workload)
+        return LocalWorkers(count, lambda number: work(storage, study_name, parent=parent, given=given))
+    return LocalWorkers(count, partial(spawned_work, storage, study_name, parent, visible_gpus(executor)), spawned=True)
 
 
 def _recommend(
@@ -196,7 +236,7 @@ def _alternatives(
     return alternatives
 
 
-def _write_setting(folder: RunFolder, problem: Problem, command: str, warm_start_note: str) -> None:
+def _write_environment(folder: RunFolder, problem: Problem, command: str, warm_start_note: str) -> None:
     folder.write_json(
         "environment.json",
         {

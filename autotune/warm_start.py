@@ -48,12 +48,12 @@ class WarmStart:
     note: str = ""
 
 
-def warm_start(problem: Problem, folder: RunFolder) -> WarmStart:
+def warm_start(problem: Problem, folder: RunFolder, *, resumed: bool) -> WarmStart:
     """Ask the model, or read what it said when this study began; a study that began without stays without.
 
     A profile that fails is logged and noted, and the study goes on without predictions.
     """
-    if folder.journal.exists():
+    if resumed:
         return _stored(folder)
     began = perf_counter()
     try:

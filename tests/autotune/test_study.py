@@ -8,7 +8,8 @@ import pytest
 from stair_device import StairDevice
 from tilebudget.autotune.config import TuneConfig
 from tilebudget.autotune.space import SearchSpace
-from tilebudget.autotune.study import BudgetSampler, BudgetStudy, constraints_of
+from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
+from tilebudget.autotune.study import BudgetStudy
 from tilebudget.autotune.trial import TrialRow, TrialRunner
 from tilebudget.engine import SLO, Engine, EngineConfig, Workload
 
@@ -26,14 +27,9 @@ def make_study(
 ) -> BudgetStudy:
     config = EngineConfig(token_budget=128, max_num_seqs=8, max_model_len=4096)
     runner = TrialRunner(Engine(device), workload, config, SLO(name="test", tbt_s=tbt_s))
-    return BudgetStudy(
-        space,
-        runner,
-        storage=folder / "study.journal",
-        identity=TuneConfig(seed=seed).identity(),
-        variance_metric="bubble_fraction_4",
-        seed=seed,
-    )
+    stored = StoredStudy(folder / "study.journal", STUDY_NAME, TuneConfig(seed=seed).identity())
+    queue = stored.queue("bubble_fraction_4")
+    return BudgetStudy(space, runner, queue, variance_metric="bubble_fraction_4", seed=seed)
 
 
 def ignore(row: TrialRow, done: int, planned: int) -> None:
@@ -134,15 +130,14 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path, workload: Workl
         make_study(tmp_path, StairDevice(), workload, seed=1)
 
 
-def test_the_constraint_reaches_the_sampler(tmp_path: Path, workload: Workload) -> None:
+def test_the_constraint_reaches_the_storage(tmp_path: Path, workload: Workload) -> None:
     study = make_study(tmp_path, StairDevice(), workload)
     study.search(8, ignore)
-    assert isinstance(study.study.sampler, BudgetSampler)
     by_budget = {row.token_budget: row for row in study.rows()}
-    trials = study.study.get_trials(deepcopy=False)
+    trials = study.queue.study.get_trials(deepcopy=False)
     for trial in trials:
         candidate = SPACE.at(trial.params["edge_index"], trial.params["kind"])
         assert candidate is not None
         row = by_budget[candidate.token_budget]
-        assert (max(constraints_of(trial)) > 0) == (row.feasible is False)
+        assert (max(trial.constraints.values()) > 0) == (row.feasible is False)
     assert any(trial.state == optuna.trial.TrialState.PRUNED for trial in trials)

@@ -13,7 +13,9 @@ from tilebudget.autotune.prediction import Prediction
 from tilebudget.autotune.problem import Problem, read_device, state_problem
 from tilebudget.autotune.profiles import default_profile_path, profile_device
 from tilebudget.autotune.run_folder import RunFolder
-from tilebudget.autotune.study import SHORT_LADDER_RUNGS, BudgetStudy
+from tilebudget.autotune.sampler import SHORT_LADDER_RUNGS
+from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
+from tilebudget.autotune.study import BudgetStudy
 from tilebudget.autotune.trial import TrialRow, TrialRunner
 from tilebudget.autotune.warm_start import NUM_SUGGESTIONS, suggest, warm_start
 from tilebudget.engine import Engine, Workload
@@ -38,7 +40,7 @@ def runner(problem: Problem, predictions: dict[int, Prediction]) -> TrialRunner:
 
 def test_every_budget_is_predicted_as_it_then_runs(tmp_path: Path, workload: Workload) -> None:
     problem = state(workload)
-    warm = warm_start(problem, RunFolder(tmp_path))
+    warm = warm_start(problem, RunFolder(tmp_path), resumed=False)
     assert set(warm.predictions) == {candidate.token_budget for candidate in problem.space.candidates}
     trials = runner(problem, dict(warm.predictions))
     for candidate in problem.space.candidates:
@@ -53,15 +55,14 @@ def test_every_budget_is_predicted_as_it_then_runs(tmp_path: Path, workload: Wor
 
 def test_the_study_begins_with_the_best_predictions_and_a_shorter_ladder(tmp_path: Path, workload: Workload) -> None:
     problem = state(workload)
-    warm = warm_start(problem, RunFolder(tmp_path))
+    warm = warm_start(problem, RunFolder(tmp_path), resumed=False)
     feasible = [one for one in warm.predictions.values() if one.feasible]
     assert 0 < len(feasible) < len(warm.predictions)
     assert warm.suggestions[0] == max(feasible, key=lambda one: one.total_tokens_per_s).token_budget
     study = BudgetStudy(
         problem.space,
         runner(problem, dict(warm.predictions)),
-        storage=tmp_path / "study.journal",
-        identity=CONFIG.identity(),
+        StoredStudy(tmp_path / "study.journal", STUDY_NAME, CONFIG.identity()).queue("bubble_fraction_4"),
         variance_metric="bubble_fraction_4",
         seed=0,
         suggestions=warm.suggestions,
@@ -74,16 +75,15 @@ def test_the_study_begins_with_the_best_predictions_and_a_shorter_ladder(tmp_pat
 
 def test_a_resumed_study_keeps_its_predictions(tmp_path: Path, workload: Workload) -> None:
     folder = RunFolder(tmp_path)
-    first = warm_start(state(workload), folder)
-    folder.journal.touch()
-    again = warm_start(state(workload, CostDevice(token=1.0)), folder)
+    first = warm_start(state(workload), folder, resumed=False)
+    again = warm_start(state(workload, CostDevice(token=1.0)), folder, resumed=True)
     assert (again.predictions, again.suggestions) == (first.predictions, first.suggestions)
     assert load_table(tmp_path / "latency.json").device == "cost"
     (tmp_path / "latency.json").write_text("{}")
     with pytest.raises(ValueError, match=r"latency\.json: damaged \(KeyError"):
-        warm_start(state(workload), folder)
+        warm_start(state(workload), folder, resumed=True)
     (tmp_path / "latency.json").unlink()
-    assert warm_start(state(workload), folder).predictions == {}
+    assert warm_start(state(workload), folder, resumed=True).predictions == {}
 
 
 def test_a_profile_that_fails_leaves_the_study_without_predictions(
@@ -95,7 +95,7 @@ def test_a_profile_that_fails_leaves_the_study_without_predictions(
         def execute(self, batch):  # type: ignore[no-untyped-def]
             raise RuntimeError("the device fell off")
 
-    warm = warm_start(replace(problem, executor=Broken()), RunFolder(tmp_path))
+    warm = warm_start(replace(problem, executor=Broken()), RunFolder(tmp_path), resumed=False)
     assert warm.predictions == {}
     assert warm.suggestions == ()
     assert "the profile failed (RuntimeError: the device fell off)" in warm.note

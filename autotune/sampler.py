@@ -1,0 +1,183 @@
+"""Which budget to run next: from the space, the seed and the runs so far alone, so that no timing enters."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import TPESampler
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from .selection import THROUGHPUT, shortlist
+from .space import KINDS, WHOLE_PROMPT, SearchSpace
+from .trial import TrialRow
+
+Params = dict[str, int | str]
+
+DIRECTIONS = (StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE)
+LADDER_RUNGS = 5
+SHORT_LADDER_RUNGS = 3
+_STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A budget that was proposed; ``row`` is None while nothing is to be known of its run."""
+
+    params: Params
+    row: TrialRow | None
+
+
+class BudgetSampler(TPESampler):
+    """Closes in on the best aligned budget, then TPE over (edge index, offset kind) with the SLO as its constraint.
+
+    Closing in halves the untried aligned budgets between the incumbent (the fastest feasible budget, or the one
+    closest to the SLO) and its nearest neighbours that were run, the larger side first: throughput and TBT both
+    rise with the budget but for the staircase. TPE then looks where that picture may be wrong, in turn with the next
+    budgets below the incumbent, which take its place should it not hold the SLO when repeated. No budget is
+    proposed twice: one that was run (or failed) becomes the nearest not run yet, by ratio. The random state
+    depends on ``seed`` and on how many budgets were ``tried`` alone, so a resumed study goes on as it would have.
+    """
+
+    def __init__(self, space: SearchSpace, tried: Sequence[Tried], *, seed: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # multivariate TPE and constraints_func are marked experimental
+            super().__init__(
+                seed=seed * 100_003 + len(tried),
+                n_startup_trials=LADDER_RUNGS,
+                multivariate=True,
+                constraints_func=_constraints,
+            )
+        self._space = space
+        self._pick = np.random.default_rng([seed, len(tried)])
+        self._fresh = fresh_params(space, tried)
+        self._rows = [one.row for one in tried if one.row is not None]
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """Both parameters are always sampled together."""
+        return distributions(self._space)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, int | str]:
+        """TPE's proposal, moved to the nearest budget that has not been run."""
+        closer = self._close_in() or self._step_down(trial.number)
+        if closer is not None:
+            return {"edge_index": closer[0], "kind": closer[1]}
+        proposal = super().sample_relative(study, trial, search_space)
+        candidate = self._space.at(proposal["edge_index"], proposal["kind"]) if proposal else None
+        if candidate is None:
+            edge_index, kind = self._fresh[int(self._pick.integers(len(self._fresh)))]
+        else:
+            budget = candidate.token_budget
+            edge_index, kind = min(self._fresh, key=lambda params: _ratio(self._space, params, budget))
+        return {"edge_index": edge_index, "kind": kind}
+
+    def _step_down(self, trial_number: int) -> tuple[int, str] | None:
+        """Every second trial, the next untried aligned budget below the incumbent: what is left to recommend when the
+        incumbent turns out, repeated, not to hold the SLO. None otherwise, or when there is none."""
+        leader = next(iter(shortlist(self._rows, 1)), None)
+        if leader is None or trial_number % 2:
+            return None
+        below = [params for params in self._fresh if params[1] == "aligned" and self._space.edges[params[0]] < leader]
+        return max(below, default=None)
+
+    def _close_in(self) -> tuple[int, str] | None:
+        """The middle of the untried aligned budgets next to the incumbent; None when there are none."""
+        leader = next(iter(shortlist(self._rows, 1)), None)
+        if leader is None:
+            return None
+        tried = sorted({row.token_budget for row in self._rows})
+        place = tried.index(leader)
+        above = tried[place + 1] if place + 1 < len(tried) else math.inf
+        below = tried[place - 1] if place else 0
+        aligned = sorted(params for params in self._fresh if params[1] == "aligned")
+        for low, high in ((leader, above), (below, leader)):
+            between = [params for params in aligned if low < self._space.edges[params[0]] < high]
+            if between:
+                return between[len(between) // 2]
+        return None
+
+
+def start_params(space: SearchSpace, suggestions: Sequence[int]) -> list[Params]:
+    """What every search begins with: the budgets suggested, a ladder over the aligned ones (a short one where there
+    are suggestions), and chunking switched off."""
+    rungs = space.ladder(SHORT_LADDER_RUNGS if suggestions else LADDER_RUNGS)
+    budgets = [*suggestions, *(candidate.token_budget for candidate in rungs)]
+    if space.whole_prompt is not None:
+        budgets.append(space.whole_prompt.token_budget)
+    found = (space.params_of(budget) for budget in dict.fromkeys(budgets))
+    return [{"edge_index": params[0], "kind": params[1]} for params in found if params is not None]
+
+
+def propose(space: SearchSpace, tried: Sequence[Tried], *, seed: int, variance_metric: str) -> Params | None:
+    """The next budget to run after those ``tried``, in the order in which they were proposed; None when none is left.
+
+    The sampler sees an in-memory study of just these, whatever the real storage holds besides.
+    """
+    if not fresh_params(space, tried):
+        return None
+    study = optuna.create_study(directions=DIRECTIONS, sampler=BudgetSampler(space, tried, seed=seed))
+    study.add_trials([_as_trial(space, one, variance_metric) for one in tried])
+    trial = study.ask(distributions(space))
+    return dict(trial.params)
+
+
+def distributions(space: SearchSpace) -> dict[str, BaseDistribution]:
+    """The study's parameters."""
+    return {
+        "edge_index": IntDistribution(0, len(space.edges) - 1),
+        "kind": CategoricalDistribution((*KINDS, WHOLE_PROMPT)),
+    }
+
+
+def fresh_params(space: SearchSpace, tried: Sequence[Tried]) -> list[tuple[int, str]]:
+    """Parameter pairs that were not proposed yet."""
+    taken = {(one.params["edge_index"], one.params["kind"]) for one in tried}
+    return [params for params in space.params if params not in taken]
+
+
+def outcome(row: TrialRow, variance_metric: str) -> tuple[TrialState, list[float] | None, list[float]]:
+    """A row in Optuna's terms: state, values of the two objectives, and constraints: the relative excess of P99 TBT and
+    of the median scheduling delay over their limits, above 0 a violation."""
+    constraints = list(row.violations) or [0.0, 0.0]
+    if row.state != "complete":
+        return _STATES[row.state], None, constraints
+    values = [row.metric(THROUGHPUT), row.metric(variance_metric)]
+    # Optuna takes no NaN, which a run too short for the pipeline's metric has.
+    return (
+        (TrialState.FAIL, None, constraints)
+        if any(map(math.isnan, values))
+        else (TrialState.COMPLETE, values, constraints)
+    )
+
+
+def _as_trial(space: SearchSpace, one: Tried, variance_metric: str) -> FrozenTrial:
+    state, values, constraints = (
+        (TrialState.RUNNING, None, None) if one.row is None else outcome(one.row, variance_metric)
+    )
+    return optuna.create_trial(
+        state=state,
+        values=values,
+        params=dict(one.params),
+        distributions=distributions(space),
+        system_attrs={} if constraints is None else {"constraints": constraints},
+    )
+
+
+def _constraints(trial: FrozenTrial) -> Sequence[float]:
+    """Never asked: rows bring their constraints along. TPE heeds constraints only when it has such a function."""
+    raise AssertionError("the sampler's study is never told a result")
+
+
+def _ratio(space: SearchSpace, params: tuple[int, str], budget: int) -> float:
+    candidate = space.at(*params)
+    if candidate is None:
+        return float("inf")
+    return abs(float(np.log(candidate.token_budget / budget)))
