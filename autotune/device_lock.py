@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from ..engine import Executor
+from ..engine.executor import AnyExecutor
 from .file_lock import FileLock
 
 _log = logging.getLogger(__name__)
 
 
-def device_lock(executor: Executor) -> AbstractContextManager[object]:
+def device_lock(executor: AnyExecutor) -> AbstractContextManager[object]:
     """A context manager within which no other process of this machine runs on the executor's device.
 
     It waits for its turn, and says whose turn it is. A modelled device, whose time nothing disturbs, needs none.
@@ -29,7 +29,7 @@ def device_lock(executor: Executor) -> AbstractContextManager[object]:
     return FileLock(path, f"device {name}", on_wait=lambda message: _log.warning("%s; waiting for it", message))
 
 
-def _device_id(executor: Executor) -> str:
+def _device_id(executor: AnyExecutor) -> str:
     """What all processes of this machine call the device: a GPU's serial, whatever its number is for this process."""
     device = str(executor.describe()["device"])
     if device == "cuda":
