@@ -7,7 +7,9 @@ is ``selection``'s business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from time import perf_counter
 
 from .sampler import Params, Tried, distributions, propose, start_params
 from .space import SearchSpace
@@ -53,17 +55,16 @@ class BudgetStudy:
         on_trial: OnTrial,
         *,
         runs_here: bool = True,
-        watch: Callable[[], None] = lambda: None,
+        until_s: float = math.inf,
     ) -> list[TrialRow]:
         """Propose until ``num_trials`` budgets have an outcome or none is left; returns all rows.
 
-        ``runs_here``: run what waits in this process too, else leave everything to workers. ``watch`` is called now and
-        then.
+        ``runs_here``: run what waits in this process too, else leave everything to workers. No round is proposed after
+        ``until_s`` (of ``perf_counter``).
         """
         told = {proposal.index for proposal in self.queue.proposals() if proposal.row is not None}
         pause = Pause()
         while True:
-            watch()
             self.queue.retry_lost(self._failed_row)
             proposals = self.queue.proposals()
             for proposal in proposals:
@@ -71,7 +72,9 @@ class BudgetStudy:
                     told.add(proposal.index)
                     on_trial(proposal.row, len(told), num_trials)
                     pause = Pause()
-            if self._round_is_complete(proposals) and not self._propose_round(proposals, num_trials):
+            if self._round_is_complete(proposals) and (
+                perf_counter() > until_s or not self._propose_round(proposals, num_trials)
+            ):
                 return self.rows()
             claim = self.queue.claim() if runs_here else None
             if claim is not None:

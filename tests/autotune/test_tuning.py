@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from stair_device import StairDevice
 from tilebudget.autotune import Recommendation, TuneConfig, load_recommendation, tune
-from tilebudget.autotune.run_folder import RunFolder
+from tilebudget.autotune.problem import DeviceFacts
 from tilebudget.engine import PAPER_POLICIES, EngineConfig, Request, TokenCosts, Workload
 
 CONFIG = TuneConfig(max_num_seqs=8, max_model_len=4096, tbt_slo="30ms", num_trials=12, max_budget=2048)
@@ -80,8 +80,7 @@ def test_our_own_policy_stands_beside_those_of_the_paper(tmp_path: Path, workloa
     trials = pd.read_parquet(folder / "trials.parquet")
     assert set(trials[trials["role"] == "search"]["policy"]) == {"tile_aligned"}
     assert trials[trials["role"] == "policy"]["policy"].tolist() == [*PAPER_POLICIES, "tile_aligned"]
-    facts = RunFolder(folder).read_facts()
-    assert facts is not None
+    facts = DeviceFacts.from_json(json.loads((folder / "profile.json").read_text()))
     assert facts.token_costs == TokenCosts.from_edges(EDGES)
     assert "tile-aligned" in (folder / "report.html").read_text()
 
