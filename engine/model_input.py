@@ -45,7 +45,35 @@ class ModelInput:
     spans: Spans
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchRows:
+    """A ``ModelInput`` on the host, as it is sent to another process; int64 ``[num rows]`` each but ``emit_rows``."""
+
+    token_ids: Int64Array
+    positions: Int64Array
+    pages: Int64Array
+    offsets: Int64Array
+    emit_rows: Int64Array
+    spans: Spans
+
+    def to(self, device: torch.device) -> ModelInput:
+        """The same on ``device``."""
+        return ModelInput(
+            token_ids=torch.from_numpy(self.token_ids).to(device),
+            positions=torch.from_numpy(self.positions).to(device),
+            pages=torch.from_numpy(self.pages).to(device),
+            offsets=torch.from_numpy(self.offsets).to(device),
+            emit_rows=torch.from_numpy(self.emit_rows).to(device),
+            spans=self.spans,
+        )
+
+
 def build_input(batch: Batch, kv: BlockManager, device: torch.device) -> ModelInput:
+    """``lay_out(batch, kv)`` on ``device``."""
+    return lay_out(batch, kv).to(device)
+
+
+def lay_out(batch: Batch, kv: BlockManager) -> BatchRows:
     """Lay ``batch`` out in rows, decodes first. Sequences must carry token ids and hold their blocks."""
     decodes, chunks = batch.decodes, batch.chunks
     count = len(decodes)
@@ -78,12 +106,12 @@ def build_input(batch: Batch, kv: BlockManager, device: torch.device) -> ModelIn
         blocks=blocks,
         block_size=kv.block_size,
     )
-    return ModelInput(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        pages=torch.from_numpy(pages).to(device),
-        offsets=torch.from_numpy(positions - place * kv.block_size).to(device),
-        emit_rows=torch.from_numpy(emit_rows).to(device),
+    return BatchRows(
+        token_ids=token_ids,
+        positions=positions,
+        pages=pages,
+        offsets=positions - place * kv.block_size,
+        emit_rows=emit_rows,
         spans=spans,
     )
 

@@ -32,9 +32,10 @@ from .kv_cache import BlockManager
 from .model import Model
 from .model_config import ModelConfig
 from .model_input import ModelInput, build_input
-from .request import Batch, Request, Sequence
+from .request import Batch
 from .torch_ops import PagedKV
 from .triton_ops import TritonPagedKV
+from .warm_up import make_warm_up
 from .weights import load_weights, random_weights
 
 _log = logging.getLogger(__name__)
@@ -217,37 +218,11 @@ class TorchExecutor:
         return self.model.config.kv_elements_per_token * self.model.dtype.itemsize * block_size
 
     def _warm_up(self, config: EngineConfig, kv: BlockManager) -> None:
-        """Pay first-call costs (kernel selection, thread pools, page faults) before anything is timed.
-
-        Runs the largest prompt chunk and the fullest decode batch of ``config`` on a table of its own; what they
-        leave in the cache is never read.
-        """
-        scratch = BlockManager(
-            num_blocks=kv.num_blocks,
-            block_size=kv.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_blocks_per_seq=config.max_blocks_per_seq,
-        )
-        longest = min(config.max_model_len, kv.num_blocks * kv.block_size)
-        chunk = min(config.token_budget or longest, longest)
-        sequence = _warm_sequence(chunk)
-        sequence.slot = scratch.allocate(chunk)
-        self.model.ops.prepare(
-            self.model.linears(), max_tokens=config.token_budget or config.max_num_seqs * config.max_model_len
-        )
+        """Pay first-call costs (kernel selection, thread pools, page faults) before anything is timed."""
+        warm_up = make_warm_up(config, kv)
+        self.model.ops.prepare(self.model.linears(), max_tokens=warm_up.max_tokens)
         if self._cache is not None:
-            self._cache.prepare(max_query_len=chunk, max_context_len=longest)
-        batches = [Batch([], [sequence], [chunk])] * 2
-        decodes = [_warm_sequence(1) for _ in range(min(config.max_num_seqs, kv.num_blocks))]
-        scratch.free(sequence.slot)
-        for decode in decodes:
-            decode.slot = scratch.allocate(1)
-        batches += [Batch(decodes), Batch(decodes[:1])]
+            self._cache.prepare(max_query_len=warm_up.max_query_len, max_context_len=warm_up.max_context_len)
         with memory_errors("the warm-up"):
-            for batch in batches:
-                self._step(build_input(batch, scratch, self._device))
-
-
-def _warm_sequence(num_tokens: int) -> Sequence:
-    request = Request(arrival_s=0.0, prompt_tokens=num_tokens, output_tokens=1)
-    return Sequence(0, request, np.zeros(num_tokens, dtype=np.int64))
+            for batch in warm_up.batches:
+                self._step(build_input(batch, warm_up.kv, self._device))
