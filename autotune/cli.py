@@ -17,8 +17,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..engine import Engine, EngineConfig
+from ..engine import Engine, EngineConfig, PipelinedExecutor
 from ..engine.metrics import compute_metrics
+from ..engine.stage_launch import Torchrun, dismiss_torchrun_ranks, serve_torchrun_rank
 from ..engine.traces import load_prompts
 from ..kernels.errors import TileBudgetError
 from ..reports import build_report
@@ -160,6 +161,7 @@ def profile_command(
         raise ValueError(f"out={str(out)!r}: must end in {PROFILE_SUFFIX}")
     config = _config({**settings, "device": device, "kernels": kernels})
     executor = make_executor(config)
+    assert not isinstance(executor, PipelinedExecutor)  # the command has no option for that
     path = out or default_profile_path(config.model, executor)
     with counting_progress(Console(stderr=True), "profiling, % of the time allowed") as on_done:
         profile = profile_device(
@@ -308,7 +310,14 @@ def _parse_budget(text: str) -> int | None:
 
 
 def main() -> None:
-    """The console script: runs the command and turns failures into messages and exit codes."""
+    """The console script: runs the command and turns failures into messages and exit codes.
+
+    Under ``torchrun`` rank 0 runs the command, and the others are stages of its model.
+    """
+    torchrun = Torchrun.from_env()
+    if torchrun is not None and torchrun.rank > 0:
+        serve_torchrun_rank(torchrun)
+        return
     try:
         app()
     except ValueError as error:
@@ -317,6 +326,9 @@ def main() -> None:
         _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
+    finally:
+        if torchrun is not None:
+            dismiss_torchrun_ranks(torchrun)
 
 
 def _fail(message: str, code: int) -> None:

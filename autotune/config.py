@@ -44,7 +44,8 @@ class TuneConfig:
     profile's file (``.json``), or a system of the silicon tables (``h200_sxm``), whose ``kernels`` (vllm, sglang,
     trtllm; None takes the first that was measured) and ``tensor_parallel`` degree then are modelled, not run. On a
     device here ``kernels`` is torch, triton or auto, which None means: the faster of the two, operation by operation
-    (torch on a CPU).
+    (torch on a CPU); and the model runs in ``tensor_parallel`` times ``pipeline_parallel`` processes, where that is
+    more than one: ``pipeline_parallel`` stages, each of ``tensor_parallel`` ranks.
     num_requests, max_num_seqs, max_model_len, num_trials, round_size: None takes DEFAULTS_BY_DEVICE; a modelled device
     then serves a ``trace`` whole.
     workload: preset name, used when there is no ``trace`` file. ``num_requests`` of it, arriving as
@@ -66,6 +67,7 @@ class TuneConfig:
     kernels: str | None = None
     dtype: str = "auto"
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     trace: Path | None = None
     workload: str = "azure-conv"
     num_requests: int | None = None
@@ -114,20 +116,22 @@ class TuneConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(str, choices))}")
         if self.arrivals is not None and self.arrivals not in ARRIVALS:
             raise ValueError(f"arrivals={self.arrivals!r}: must be one of {', '.join(ARRIVALS)}")
-        if self.from_profile and (self.kernels is not None or self.tensor_parallel != 1):
+        if self.from_profile and (self.kernels is not None or self.tensor_parallel * self.pipeline_parallel != 1):
             raise ValueError(
                 f"device={self.device!r}: is a profile of one GPU with its own kernels; neither kernels nor "
-                "tensor_parallel can be set for it"
+                "tensor_parallel nor pipeline_parallel can be set for it"
             )
         kernels = FRAMEWORKS if self.modelled else KERNELS
         if self.kernels is not None and self.kernels not in kernels:
             raise ValueError(f"kernels={self.kernels!r}: must be one of {', '.join(kernels)} on device={self.device!r}")
-        if self.tensor_parallel != 1 and not self.modelled:
+        if self.pipeline_parallel != 1 and self.modelled:
             raise ValueError(
-                f"tensor_parallel={self.tensor_parallel}: must be 1 on {self.device}; modelled devices take more"
+                f"pipeline_parallel={self.pipeline_parallel}: must be 1 on {self.device}, which is modelled; a device "
+                "here takes more"
             )
         for name in (
             "tensor_parallel",
+            "pipeline_parallel",
             "max_num_seqs",
             "max_model_len",
             "block_size",

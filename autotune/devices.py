@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine import Executor
+from ..engine import AnyExecutor
 from ..engine.device import device_name
+from ..engine.distributed_executor import distributed_executor
 from ..engine.modelled_executor import ModelledExecutor
+from ..engine.stage_launch import Torchrun
 from ..engine.torch_executor import TorchExecutor
 from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, list_systems, system_spec
 from .config import HOST_DEVICES, TuneConfig
@@ -112,7 +114,7 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def visible_gpus(executor: Executor) -> tuple[str, ...]:
+def visible_gpus(executor: AnyExecutor) -> tuple[str, ...]:
     """The GPUs that this process sees, in the words of ``CUDA_VISIBLE_DEVICES``; none where the executor uses none."""
     if executor.describe()["device"] != "cuda":
         return ()
@@ -120,8 +122,9 @@ def visible_gpus(executor: Executor) -> tuple[str, ...]:
     return tuple(named.split(",")) if named else tuple(map(str, range(torch.cuda.device_count())))
 
 
-def make_executor(config: TuneConfig) -> Executor:
-    """The executor that runs, or models, ``config``'s model on its device; ``auto`` picks defaults.
+def make_executor(config: TuneConfig) -> AnyExecutor:
+    """The executor that runs, or models, ``config``'s model on its device; ``auto`` picks defaults. One of several
+    processes starts them, or finds them started by ``torchrun``.
 
     Raises ValueError for a device that does not exist, or whose tables are not installed, or a combination it does not
     take; SiliconError when the tables lack what is asked for.
@@ -131,13 +134,27 @@ def make_executor(config: TuneConfig) -> Executor:
     if config.modelled:
         return _modelled_executor(config)
     name = resolve_device(config.device)
+    dtype = DEFAULT_DTYPES[name] if config.dtype == "auto" else config.dtype
+    kernels = config.kernels or "auto"
+    if config.tensor_parallel * config.pipeline_parallel > 1:
+        return distributed_executor(
+            config.model,
+            device=name,
+            dtype=dtype,
+            seed=config.seed,
+            num_threads=config.num_threads,
+            kernels=kernels,
+            tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
+        )
+    torchrun = Torchrun.from_env()
+    if torchrun is not None:
+        raise ValueError(
+            f"pipeline_parallel={config.pipeline_parallel}: times tensor_parallel must be the {torchrun.num_ranks} "
+            "processes that torchrun started"
+        )
     return TorchExecutor.from_model(
-        config.model,
-        device=name,
-        dtype=DEFAULT_DTYPES[name] if config.dtype == "auto" else config.dtype,
-        seed=config.seed,
-        num_threads=config.num_threads,
-        kernels=config.kernels or "auto",
+        config.model, device=name, dtype=dtype, seed=config.seed, num_threads=config.num_threads, kernels=kernels
     )
 
 

@@ -47,7 +47,16 @@ OPTIONS: dict[str, object] = {
         str,
         typer.Option(help="auto, fp32, bf16 or fp16; bf16 or fp8 when modelled. auto: fp32 on the CPU, else bf16."),
     ],
-    "tensor_parallel": Annotated[int, typer.Option(help="Tensor-parallel degree of a modelled device.")],
+    "tensor_parallel": Annotated[
+        int, typer.Option(help="Tensor-parallel degree: of a modelled device, or processes that share each layer here.")
+    ],
+    "pipeline_parallel": Annotated[
+        int,
+        typer.Option(
+            help="Pipeline stages on a device here, each of --tensor-parallel processes; started by this command, or "
+            "by torchrun around it, on one host or several."
+        ),
+    ],
     "trace": Annotated[
         Path | None,
         typer.Option(
@@ -108,7 +117,7 @@ OPTIONS: dict[str, object] = {
     ],
 }
 
-DEVICE = ("model", "device", "kernels", "dtype", "tensor_parallel")
+DEVICE = ("model", "device", "kernels", "dtype", "tensor_parallel", "pipeline_parallel")
 TRAFFIC = ("trace", "workload", "num_requests", "arrivals", "qps", "overlong")
 ENGINE = ("policy", "max_num_seqs", "max_model_len", "block_size", "num_kv_blocks")
 RUNTIME = ("seed", "num_threads")

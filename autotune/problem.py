@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..engine import EngineConfig, Executor, Workload
+from ..engine import AnyExecutor, EngineConfig, Workload
 from ..engine.metrics import SLO
 from ..engine.presets import preset_workload
 from ..engine.slo import ReferenceDecode, reference_decode, resolve_slo
@@ -38,7 +38,7 @@ class Problem:
     """Everything that the runs of one study share."""
 
     config: TuneConfig
-    executor: Executor
+    executor: AnyExecutor
     workload: Workload
     engine_config: EngineConfig
     slo: SLO
@@ -117,7 +117,9 @@ class DeviceFacts:
         )
 
 
-def read_device(config: TuneConfig, executor: Executor, workload: Workload, edges: Iterable[int] | None) -> DeviceFacts:
+def read_device(
+    config: TuneConfig, executor: AnyExecutor, workload: Workload, edges: Iterable[int] | None
+) -> DeviceFacts:
     """Measure the reference decode iteration and settle KV size and edges."""
     _, max_budget = _bounds(config, workload)
     staircase = read_staircase(config) if edges is None else None
@@ -177,7 +179,7 @@ def _measured_kernel(kernels: str | None) -> str | None:
     return kernels if kernels in GEMM_KERNELS else None
 
 
-def state_problem(config: TuneConfig, executor: Executor, workload: Workload, facts: DeviceFacts) -> Problem:
+def state_problem(config: TuneConfig, executor: AnyExecutor, workload: Workload, facts: DeviceFacts) -> Problem:
     """Everything that the runs of the study share."""
     min_budget, max_budget = _bounds(config, workload)
     space = SearchSpace(
@@ -198,7 +200,7 @@ def state_problem(config: TuneConfig, executor: Executor, workload: Workload, fa
 
 
 def _engine_config(
-    config: TuneConfig, executor: Executor, num_kv_blocks: int | None, token_costs: TokenCosts | None
+    config: TuneConfig, executor: AnyExecutor, num_kv_blocks: int | None, token_costs: TokenCosts | None
 ) -> EngineConfig:
     return EngineConfig(
         token_budget=config.max_num_seqs,

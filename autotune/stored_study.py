@@ -14,7 +14,7 @@ from typing import Any
 
 import optuna
 
-from ..engine import Executor, Workload
+from ..engine import AnyExecutor, Workload
 from .config import TuneConfig
 from .environment import mask_passwords
 from .file_lock import LockedError
@@ -84,7 +84,7 @@ class StoredStudy:
         return None if setting is None else DeviceFacts.from_json(setting["facts"])
 
     def write_setting(
-        self, config: TuneConfig | None, facts: DeviceFacts, workload: Workload, executor: Executor
+        self, config: TuneConfig | None, facts: DeviceFacts, workload: Workload, executor: AnyExecutor
     ) -> None:
         """Keep what a worker needs to know. ``config`` is None where no settings can name executor and workload."""
         setting = {
@@ -105,7 +105,7 @@ class StoredStudy:
             )
         return TuneConfig.from_json(setting["config"])
 
-    def check_same(self, workload: Workload, executor: Executor) -> None:
+    def check_same(self, workload: Workload, executor: AnyExecutor) -> None:
         """Raise ValueError unless this process has the study's requests and the study's device."""
         setting = self._setting() or {}
         if workload_digest(workload) != setting["workload"]:
@@ -218,6 +218,6 @@ def workload_digest(workload: Workload) -> str:
     return digest.hexdigest()
 
 
-def _device(executor: Executor) -> dict[str, str | int | float]:
+def _device(executor: AnyExecutor) -> dict[str, str | int | float]:
     described = executor.describe()
     return {name: described[name] for name in DEVICE_FIELDS if name in described}

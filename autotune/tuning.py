@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from ..engine import Engine, Executor, RunRecord, Workload
+from ..engine import AnyExecutor, Engine, RunRecord, Workload
 from ..engine.modelled_executor import ModelledExecutor
 from ..kernels.latency import LatencyTable
 from ..reports import build_report
@@ -49,7 +49,7 @@ EXPECTED_METRICS = (
 def tune(
     config: TuneConfig | None = None,
     *,
-    executor: Executor | None = None,
+    executor: AnyExecutor | None = None,
     workload: Workload | None = None,
     edges: Iterable[int] | None = None,
     run_dir: Path | None = None,
@@ -134,7 +134,12 @@ def tune(
 
 
 def _start_workers(
-    num_workers: int | None, storage: str, study_name: str, config: TuneConfig, executor: Executor, workload: Workload
+    num_workers: int | None,
+    storage: str,
+    study_name: str,
+    config: TuneConfig,
+    executor: AnyExecutor,
+    workload: Workload,
 ) -> LocalWorkers:
     """The workers beside this process, which wait until the study is there."""
     if num_workers is None:
@@ -174,6 +179,7 @@ def _recommend(
             device=str(device["device"]),
             dtype=str(device["dtype"]),
             tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
         ),
         slo=SLOInfo(
             name=problem.slo.name,
@@ -200,7 +206,7 @@ def _recommend(
     )
 
 
-def _table(executor: Executor) -> LatencyTable | None:
+def _table(executor: AnyExecutor) -> LatencyTable | None:
     return executor.table if isinstance(executor, ModelledExecutor) else None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
-from ..engine import Engine, EngineConfig
+from ..engine import Engine, EngineConfig, Executor, PipelinedExecutor
 from ..engine.hf_config import resolve_model
 from ..engine.metrics import compute_metrics
 from ..engine.model_config import ModelConfig
@@ -55,9 +55,12 @@ def warm_start(problem: Problem, folder: RunFolder, *, resumed: bool) -> WarmSta
     """
     if resumed:
         return _stored(folder)
+    executor = problem.executor
+    if isinstance(executor, PipelinedExecutor):
+        return WarmStart(predictions={}, note="no predictions: the iterations of a pipeline are not profiled")
     began = perf_counter()
     try:
-        table = quick_profile(problem)
+        table = quick_profile(problem, executor)
         predictions = predict(table, problem)
     except Exception as error:  # whatever it is, the study itself needs none of this
         note = f"no predictions: the profile failed ({type(error).__name__}: {error})"
@@ -69,14 +72,14 @@ def warm_start(problem: Problem, folder: RunFolder, *, resumed: bool) -> WarmSta
     return WarmStart(predictions=predictions, suggestions=suggest(predictions.values()), note=note)
 
 
-def quick_profile(problem: Problem) -> LatencyTable:
+def quick_profile(problem: Problem, executor: Executor) -> LatencyTable:
     """A latency table of the study's device for the study's batches, measured in a small share of its time."""
     base, space = problem.engine_config, problem.space
     largest = max(candidate.token_budget for candidate in space.candidates)
     limits = replace(base, token_budget=max(base.max_num_seqs, min(largest, 2 * base.max_model_len)))
     shortest_s, longest_s = PROFILE_BOUNDS_S
     time_limit_s = min(longest_s, max(shortest_s, PROFILE_SHARE * _expected_study_s(problem)))
-    return measure_profile(problem.executor, _model(problem), limits, time_limit_s=time_limit_s).table
+    return measure_profile(executor, _model(problem), limits, time_limit_s=time_limit_s).table
 
 
 def predict(table: LatencyTable, problem: Problem) -> dict[int, Prediction]:

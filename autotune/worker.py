@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..engine import Engine, Executor, Workload
+from ..engine import AnyExecutor, Engine, Workload
 from .config import TuneConfig
 from .devices import make_executor
 from .parallel import is_orphan
@@ -30,7 +30,7 @@ def work(
     trace: Path | None = None,
     wait_limit_s: float = WAIT_LIMIT_S,
     parent: int | None = None,
-    given: tuple[TuneConfig, Executor, Workload] | None = None,
+    given: tuple[TuneConfig, AnyExecutor, Workload] | None = None,
 ) -> int:
     """Join a study and run its trials until its search is over, or no trial came for ``wait_limit_s``, or the process
     ``parent`` has ended; returns how many were run here.

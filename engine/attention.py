@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from .kv_pages import LayerPages
 from .model_input import Int64Array, Spans
@@ -159,6 +158,9 @@ class ChunkAttention:
         queries = q.view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         keys, values = (kv.unsqueeze(1).expand(-1, group, -1, -1) for kv in (keys, values))
         if mask is None:
+            # Here, for it brings in torch's compiler, which takes seconds to load and nothing on a CPU needs.
+            from torch.nn.attention.bias import causal_lower_right
+
             bias = causal_lower_right(queries.shape[2], self._kv_len)
             return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias).permute(2, 0, 1, 3)
         tiles = []

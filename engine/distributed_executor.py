@@ -42,7 +42,7 @@ class DistributedExecutor:
         partition = setup.partition
         if self._torchrun is not None and self._torchrun.num_ranks != partition.num_ranks:
             raise ValueError(
-                f"tensor_parallel={partition.tensor_parallel}: times pipeline_parallel={partition.num_stages} must be "
+                f"pipeline_parallel={partition.num_stages}: times tensor_parallel={partition.tensor_parallel} must be "
                 f"the {self._torchrun.num_ranks} processes that torchrun started"
             )
         self.max_position = partition.config.max_position
