@@ -1,6 +1,6 @@
 """A chunked-prefill serving engine: model, paged KV cache, schedulers, executors and metrics."""
 
-from .bubbles import BUBBLE_CAUSES, Bubbles, find_bubbles
+from .bubbles import BUBBLE_CAUSES, Bubbles, find_bubbles, replay_stages
 from .config import PAPER_POLICIES, POLICY_NAMES, EngineConfig
 from .engine import Engine
 from .executor import (
@@ -80,6 +80,7 @@ __all__ = [
     "preset_workload",
     "reference_decode",
     "replay",
+    "replay_stages",
     "resolve_slo",
     "sound_stop",
     "tbt_gaps",

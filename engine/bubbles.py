@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .pipeline_clock import PipelineClock
 from .record import FloatArray, Iterations, busy_span_s
 
 #: Why a stage waits for a micro-batch. The first two are Sarathi-Serve's (OSDI'24, section 3.3): neighbours of
@@ -45,16 +46,45 @@ class Bubbles:
 
 
 def find_bubbles(iterations: Iterations) -> Bubbles:
-    """The bubbles of a run on a pipeline. Raises ValueError for a run without one, or without iterations.
+    """The bubbles of a run on a pipeline. Raises ValueError for a run without one, or without iterations."""
+    if iterations.stage_start_s is None or iterations.stage_end_s is None or not len(iterations):
+        raise ValueError("iterations have no stage times: bubbles are those of a pipeline's run")
+    return explain_idle_time(iterations.stage_start_s, iterations.stage_end_s, iterations.num_prefill_tokens > 0)
+
+
+def replay_stages(
+    stage_s: npt.ArrayLike, *, transfer_s: float = 0.0, has_prefill: npt.ArrayLike | None = None
+) -> Bubbles:
+    """The bubbles of micro-batches whose work in each stage is known, replayed back to back.
+
+    stage_s: seconds, ``[micro-batches, stages]``. As many are in flight as there are stages; the next enters once the
+    oldest has left, and moves on by the rule of ``PipelineClock``. ``has_prefill`` tells the causes apart (None: all
+    alike). Raises ValueError when ``stage_s`` has another shape, or a time that is not positive and finite.
+    """
+    times = np.asarray(stage_s, dtype=np.float64)
+    if times.ndim != 2 or not times.size:
+        raise ValueError(f"stage_s has shape {times.shape}: needs micro-batches and stages, at least one of each")
+    if not (np.isfinite(times).all() and (times > 0.0).all()):
+        raise ValueError("stage_s: every stage must take a positive, finite time")
+    num_stages = times.shape[1]
+    clock = PipelineClock(num_stages)
+    transfers_s = [transfer_s] * (num_stages - 1)
+    start_s, end_s = np.empty_like(times), np.empty_like(times)
+    for number, work_s in enumerate(times.tolist()):
+        ready_s = float(end_s[number - num_stages, -1]) if number >= num_stages else 0.0
+        start_s[number], end_s[number] = clock.enter(ready_s, work_s, transfers_s)
+    prefill = np.zeros(len(times), dtype=bool) if has_prefill is None else np.asarray(has_prefill, dtype=bool)
+    return explain_idle_time(start_s, end_s, prefill)
+
+
+def explain_idle_time(start_s: FloatArray, end_s: FloatArray, has_prefill: npt.NDArray[np.bool_]) -> Bubbles:
+    """The bubbles of micro-batches that the stages began at ``start_s`` and ended at ``end_s``, both
+    ``[micro-batches, stages]``.
 
     A gap that came down from the stage before keeps its cause. What a stage adds to it, and what the first stage waits
     for the last one, is first transfer (the least that was seen between two stages), then imbalance of the stages for
     the micro-batch before, and the rest the difference between neighbours.
     """
-    if iterations.stage_start_s is None or iterations.stage_end_s is None or not len(iterations):
-        raise ValueError("iterations have no stage times: bubbles are those of a pipeline's run")
-    start_s, end_s = iterations.stage_start_s, iterations.stage_end_s
-    has_prefill = iterations.num_prefill_tokens > 0
     num_iterations, num_stages = start_s.shape
     # A micro-batch that enters an empty pipeline fills it, and the one before has drained it.
     fresh = np.ones(num_iterations, dtype=bool)

@@ -93,10 +93,7 @@ class ModelledExecutor:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights on one GPU: everything is split over the tensor-parallel group."""
-        embeddings = self.model.vocab_size * self.model.hidden_size * (1 if self.model.tie_embeddings else 2)
-        layers = self.model.num_parameters - embeddings
-        whole = layers * WEIGHT_BYTES[self.table.dtype] + embeddings * ELEMENT_BYTES
-        return whole // self.table.tensor_parallel
+        return weight_bytes(self.model, self.table, self.model.num_layers, is_first=True, is_last=True)
 
     def default_num_kv_blocks(self, config: EngineConfig) -> int:
         """Blocks in ``MEMORY_FRACTION`` of the GPU's memory after the weights, and no more than ``max_num_seqs``
@@ -104,47 +101,17 @@ class ModelledExecutor:
         useful = config.max_num_seqs * config.max_blocks_per_seq
         if self.memory_bytes is None:
             return useful
-        shape = self.table.model
-        kv_heads = shape.kv_heads_per_gpu(self.table.tensor_parallel)
-        block_bytes = 2 * shape.num_layers * kv_heads * shape.head_dim * ELEMENT_BYTES * config.block_size
-        free_bytes = int(self.memory_bytes * MEMORY_FRACTION) - self.weight_bytes
-        blocks = max(0, free_bytes // block_bytes)
-        if blocks < config.max_blocks_per_seq:
-            raise OutOfMemoryError(
-                f"{self.model.name} on {self.table.tensor_parallel} x {self.table.device}: "
-                f"{MEMORY_FRACTION} of {self.memory_bytes / 1e9:.0f} GB less {self.weight_bytes / 1e9:.1f} GB of "
-                f"{self.table.dtype} weights holds {blocks} KV blocks, one request of {config.max_model_len} tokens "
-                f"needs {config.max_blocks_per_seq}"
-            )
-        return min(blocks, useful)
+        return min(useful, num_kv_blocks(self.memory_bytes, self.weight_bytes, self.model.name, self.table, config))
 
     def start(self, config: EngineConfig, kv: BlockManager) -> None:
         """Unroll the table as far as the largest batch of ``config``; kept for later runs that need no more."""
-        whole_prompts = config.token_budget is None or config.policy in ("faster_transformer", "orca")
-        wanted = LARGEST_UNROLLED_TOKENS if whole_prompts else max(config.token_budget or 0, config.max_num_seqs)
-        num_tokens = min(max(wanted, config.max_num_seqs), LARGEST_UNROLLED_TOKENS)
-        unrolled = self._latency
-        if unrolled is None or unrolled.max_tokens < num_tokens or unrolled.max_requests < config.max_num_seqs:
-            self._latency = CompiledLatency(
-                self.table,
-                max_tokens=max(num_tokens, unrolled.max_tokens if unrolled else 0),
-                max_requests=max(config.max_num_seqs, unrolled.max_requests if unrolled else 0),
-            )
+        self._latency = unroll(self.table, config, self._latency)
 
     def execute(self, batch: Batch) -> StepResult:
         """What the table says of ``batch``."""
         if self._latency is None:
             raise RuntimeError("execute was called before start")
-        decodes = batch.decodes
-        num_decodes = num_logits = len(decodes)
-        chunks: list[tuple[int, int]] = []
-        for sequence, tokens in zip(batch.chunks, batch.chunk_tokens, strict=True):
-            computed = sequence.num_computed
-            chunks.append((tokens, computed))
-            if computed + tokens >= sequence.num_tokens:
-                num_logits += 1
-        kv_tokens = sum([sequence.num_tokens for sequence in decodes])
-        return StepResult(self._latency.iteration_ms(chunks, num_decodes, kv_tokens, num_logits) * 1e-3)
+        return StepResult(self._latency.iteration_ms(*batch_shape(batch)) * 1e-3)
 
     def decode_run_s(self, batch: Batch, num_iterations: int) -> list[float]:
         """Seconds of each of the next iterations of the decodes of ``batch``."""
@@ -153,3 +120,60 @@ class ModelledExecutor:
         kv_tokens = sum([sequence.num_tokens for sequence in batch.decodes])
         run_ms = self._latency.decode_run_ms(len(batch.decodes), kv_tokens, num_iterations)
         return [duration_ms * 1e-3 for duration_ms in run_ms]
+
+
+def batch_shape(batch: Batch) -> tuple[list[tuple[int, int]], int, int, int]:
+    """What ``CompiledLatency.iteration_ms`` asks of a batch: chunks, decodes, their KV tokens, rows of logits."""
+    decodes = batch.decodes
+    num_decodes = num_logits = len(decodes)
+    chunks: list[tuple[int, int]] = []
+    for sequence, tokens in zip(batch.chunks, batch.chunk_tokens, strict=True):
+        computed = sequence.num_computed
+        chunks.append((tokens, computed))
+        if computed + tokens >= sequence.num_tokens:
+            num_logits += 1
+    return chunks, num_decodes, sum([sequence.num_tokens for sequence in decodes]), num_logits
+
+
+def unroll(table: LatencyTable, config: EngineConfig, before: CompiledLatency | None = None) -> CompiledLatency:
+    """``table`` unrolled as far as the largest batch of ``config``; ``before``, if that goes as far."""
+    whole_prompts = config.token_budget is None or config.policy in ("faster_transformer", "orca")
+    wanted = LARGEST_UNROLLED_TOKENS if whole_prompts else max(config.token_budget or 0, config.max_num_seqs)
+    num_tokens = min(max(wanted, config.max_num_seqs), LARGEST_UNROLLED_TOKENS)
+    if before is not None and before.max_tokens >= num_tokens and before.max_requests >= config.max_num_seqs:
+        return before
+    return CompiledLatency(
+        table,
+        max_tokens=max(num_tokens, before.max_tokens if before else 0),
+        max_requests=max(config.max_num_seqs, before.max_requests if before else 0),
+    )
+
+
+def weight_bytes(model: ModelConfig, table: LatencyTable, num_layers: int, *, is_first: bool, is_last: bool) -> int:
+    """Bytes of weights on one GPU of a stage of ``num_layers`` layers: the embedding on the first stage, the LM head on
+    the last (tied, one copy serves both where they are the same stage), all split over the tensor-parallel group."""
+    matrix = model.vocab_size * model.hidden_size
+    num_matrices = 1 if is_first and is_last and model.tie_embeddings else is_first + is_last
+    layers = model.num_parameters - matrix * (1 if model.tie_embeddings else 2)
+    layers_bytes = layers * num_layers // model.num_layers * WEIGHT_BYTES[table.dtype]
+    return (layers_bytes + matrix * num_matrices * ELEMENT_BYTES) // table.tensor_parallel
+
+
+def num_kv_blocks(
+    memory_bytes: int, weight_bytes: int, model_name: str, table: LatencyTable, config: EngineConfig
+) -> int:
+    """KV blocks of the table's layers in ``MEMORY_FRACTION`` of a GPU's memory after its weights. Raises
+    OutOfMemoryError when they do not hold one request of ``max_model_len``."""
+    shape = table.model
+    kv_heads = shape.kv_heads_per_gpu(table.tensor_parallel)
+    block_bytes = 2 * shape.num_layers * kv_heads * shape.head_dim * ELEMENT_BYTES * config.block_size
+    free_bytes = int(memory_bytes * MEMORY_FRACTION) - weight_bytes
+    blocks = max(0, free_bytes // block_bytes)
+    if blocks < config.max_blocks_per_seq:
+        raise OutOfMemoryError(
+            f"{model_name} on {table.tensor_parallel} x {table.device}: "
+            f"{MEMORY_FRACTION} of {memory_bytes / 1e9:.0f} GB less {weight_bytes / 1e9:.1f} GB of "
+            f"{table.dtype} weights holds {blocks} KV blocks, one request of {config.max_model_len} tokens "
+            f"needs {config.max_blocks_per_seq}"
+        )
+    return blocks

@@ -119,6 +119,21 @@ class LatencyTable:
             origin={**self.origin, "token_wise": "sweeps"},
         )
 
+    def stage(self, num_layers: int, *, is_first: bool, is_last: bool) -> LatencyTable:
+        """The table of a pipeline stage of ``num_layers`` layers.
+
+        The embedding and what the iteration takes besides its operations are the first stage's, the last norm is the
+        last one's, and so is the vocabulary projection: other stages must be asked with no logits.
+        """
+        return replace(
+            self,
+            model=replace(self.model, num_layers=num_layers),
+            once_ops=tuple(curve for curve in self.once_ops if (is_first if curve.op.startswith("emb") else is_last)),
+            overhead_ms=self.overhead_ms if is_first else 0.0,
+            overhead_std_ms=self.overhead_std_ms if is_first else 0.0,
+            request_overhead_ms=self.request_overhead_ms if is_first else 0.0,
+        )
+
     def tokens_ms(self, num_tokens: npt.ArrayLike) -> FloatArray:
         """Token-wise operations of all layers, and those of the iteration, by tokens of the batch."""
         layer = sum((curve.at(num_tokens) for curve in self.layer_ops), start=np.zeros(1))

@@ -36,12 +36,15 @@ class SiliconError(TileBudgetError):
 
 @dataclass(frozen=True, kw_only=True)
 class SystemSpec:
-    """A GPU system's data sheet. ``flops`` is peak dense FLOP/s by our dtype name."""
+    """A GPU system's data sheet. ``flops`` is peak dense FLOP/s by our dtype name; links are of one GPU, one direction,
+    within its node and to another."""
 
     system: str
     memory_bytes: int
     bandwidth_bytes_per_s: float
     link_bytes_per_s: float
+    inter_node_bytes_per_s: float
+    link_latency_s: float
     flops: dict[str, float]
     num_gpus_per_node: int
 
@@ -108,6 +111,8 @@ def system_spec(system: str) -> SystemSpec:
         memory_bytes=int(gpu["mem_capacity"]),
         bandwidth_bytes_per_s=float(gpu["mem_bw"]),
         link_bytes_per_s=float(node["intra_node_bw"]),
+        inter_node_bytes_per_s=float(node["inter_node_bw"]),
+        link_latency_s=float(node["p2p_latency"]),
         flops={dtype: float(gpu[key]) for dtype, key in keys.items() if gpu.get(key)},
         num_gpus_per_node=int(node["num_gpus_per_node"]),
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tilebudget.engine import BUBBLE_CAUSES, Bubbles, Iterations, find_bubbles, replay
+from tilebudget.engine import BUBBLE_CAUSES, Bubbles, Iterations, find_bubbles, replay, replay_stages
 from tilebudget.engine.pipeline_clock import PipelineClock
 from tilebudget.engine.record import FloatArray
 
@@ -154,8 +154,17 @@ def test_bubbles_add_up_to_the_idle_time(stage_s: list[list[float]], transfer_s:
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=40), st.sampled_from([1, 2, 3, 4]))
-def test_same_fraction_as_the_replay(durations_s: list[float], num_stages: int) -> None:
-    iterations = schedule([[duration_s / num_stages] * num_stages for duration_s in durations_s])
-    assert find_bubbles(iterations).bubble_fraction == pytest.approx(
-        replay(durations_s, num_stages).bubble_fraction, abs=1e-9
-    )
+def test_same_fraction_as_the_replay_of_whole_iterations(durations_s: list[float], num_stages: int) -> None:
+    stage_s = [[duration_s / num_stages] * num_stages for duration_s in durations_s]
+    bubbles = replay_stages(stage_s)
+    assert bubbles.bubble_fraction == pytest.approx(replay(durations_s, num_stages).bubble_fraction, abs=1e-9)
+    np.testing.assert_allclose(bubbles.idle_s, find_bubbles(schedule(stage_s, prefills=[False] * len(stage_s))).idle_s)
+
+
+@pytest.mark.parametrize(
+    ("stage_s", "message"),
+    [([1.0, 2.0], "needs micro-batches and stages"), ([[1.0, 0.0]], "positive, finite"), ([[]], "at least one")],
+)
+def test_stage_times_that_are_none(stage_s: list[object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replay_stages(stage_s)  # type: ignore[arg-type]

@@ -26,6 +26,8 @@ gpu:
 node:
   num_gpus_per_node: 8
   intra_node_bw: 300000000000
+  inter_node_bw: 25000000000
+  p2p_latency: 0.00001
 """
 
 
@@ -105,6 +107,7 @@ def test_spec(toy: Path) -> None:
     spec = system_spec("toy")
     assert spec.memory_bytes == 80 * 2**30
     assert spec.flops == {"bf16": 312e12}
+    assert (spec.link_bytes_per_s, spec.inter_node_bytes_per_s, spec.link_latency_s) == (300e9, 25e9, 1e-5)
     with pytest.raises(SiliconError, match="there is no system 'h900'"):
         system_spec("h900")
 

@@ -22,6 +22,8 @@ gpu:
 node:
   num_gpus_per_node: 8
   intra_node_bw: 300000000000
+  inter_node_bw: 25000000000
+  p2p_latency: 0.00001
 """
 
 TOY = ModelShape(num_layers=2, hidden=256, num_heads=8, num_kv_heads=8, head_dim=64, intermediate=512, vocab_size=1024)
