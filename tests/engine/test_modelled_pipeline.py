@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_table import MODEL, make_table
 from tilebudget.engine import (
-    POLICY_NAMES,
+    PAPER_POLICIES,
     Batch,
     BlockManager,
     Engine,
@@ -65,7 +65,7 @@ def batch_of(num_decodes: int, context: int, chunk: int) -> Batch:
     load=st.lists(st.tuples(st.floats(0.0, 0.5), st.integers(1, 90), st.integers(1, 40)), min_size=1, max_size=10).map(
         workload
     ),
-    policy=st.sampled_from(POLICY_NAMES),
+    policy=st.sampled_from(PAPER_POLICIES),
     num_kv_blocks=st.integers(12, 60),
 )
 def test_one_stage_is_the_modelled_executor(load: Workload, policy: str, num_kv_blocks: int) -> None:
