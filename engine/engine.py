@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from time import perf_counter
 
@@ -46,9 +49,23 @@ class Engine:
             with_table=executor.needs_token_ids,
         )
         executor.start(config, kv)
-        if isinstance(executor, PipelinedExecutor):
-            return PipelinedRun(executor, workload, config, kv).serve(monitor)
-        return _SerialRun(executor, workload, config, kv).serve(monitor)
+        run = (
+            PipelinedRun(executor, workload, config, kv)
+            if isinstance(executor, PipelinedExecutor)
+            else _SerialRun(executor, workload, config, kv)
+        )
+        with _frozen_heap():
+            return run.serve(monitor)
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Keep the garbage collector off what exists already: walking it would stall an iteration now and then."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _SerialRun(Run):

@@ -53,6 +53,13 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return frequencies.float()
 
 
+def rope_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every pair's angle, float32 ``[num_positions, head_dim / 2]`` each."""
+    positions = torch.arange(num_positions, device=device)[:, None].float()
+    angles = positions * rope_frequencies(config.rope, config.head_dim).to(device)
+    return angles.cos(), angles.sin()
+
+
 class TorchOps:
     """What a decoder layer is made of, as torch computes it. Of one model on one device."""
 
@@ -124,7 +131,8 @@ class TorchPagedKV:
         self._config = config
         self._dtype = dtype
         self._device = device
-        self._frequencies = rope_frequencies(config.rope, config.head_dim).to(device)
+        tables = rope_tables(config, min(config.max_position, num_blocks * block_size), device)
+        self._cos, self._sin = (table.to(dtype) for table in tables)
         self._band: Tensor | None = None
         self._attention: PagedAttention | None = None
 
@@ -132,8 +140,7 @@ class TorchPagedKV:
         """The attention of one iteration: angles, masks and page indices are made here, once for all layers."""
         config, layers = self._config, self.pages.layers
         self._attention = attention = PagedAttention(step.spans, self._device, self._mask(step), self._attention)
-        angles = (step.positions[:, None].float() * self._frequencies)[:, None]
-        cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+        cos, sin = (table.index_select(0, step.positions)[:, None] for table in (self._cos, self._sin))
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
 
         def attend(index: int, heads: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from ..kernels.tiles import TileConfig, select_config
 from .linear import Linear
 from .model_config import ModelConfig
 from .model_input import Int32Array, ModelInput, Spans
-from .torch_ops import Attend, PagedKV, TorchOps, rope_frequencies
+from .torch_ops import Attend, PagedKV, TorchOps, rope_tables
 
 #: What may run in torch or in Triton, each for itself. ``attention`` includes the rotation and the write into the
 #: pages, whose layout it decides.
@@ -221,9 +221,7 @@ class TritonPagedKV:
         self.layers = tuple(zip(self._pages[0].unbind(0), self._pages[1].unbind(0), strict=True))
         self._config = config
         self._device = device
-        angles = torch.arange(config.max_position, device=device)[:, None].float()
-        angles = angles * rope_frequencies(config.rope, config.head_dim).to(device)
-        self._cos, self._sin = angles.cos(), angles.sin()
+        self._cos, self._sin = rope_tables(config, config.max_position, device)
 
     def plan(self, step: ModelInput) -> Attend:
         """The attention of one iteration: its tables go to the device here, once for all layers."""
