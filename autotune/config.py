@@ -11,7 +11,9 @@ import torch
 
 from ..engine import POLICY_NAMES
 from ..engine.config import KERNELS
+from ..engine.slo import parse_limit
 from ..kernels.silicon import FRAMEWORKS
+from .objective import OBJECTIVES
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8")
 #: Devices whose time is measured here; every other name is a system of the silicon tables, whose time is modelled.
@@ -50,13 +52,16 @@ class TuneConfig:
     then serves a ``trace`` whole.
     workload: preset name, used when there is no ``trace`` file. ``num_requests`` of it, arriving as
     ``arrivals`` says (``qps`` requests/s for Poisson and fixed); None keeps a trace's own times and
-    saturates a preset. tbt_slo: ``strict``, ``relaxed`` or a duration such as ``20ms``.
+    saturates a preset. tbt_slo: ``strict``, ``relaxed`` or a duration such as ``20ms``; ttft_slo, e2e_slo: a duration
+    at P99, or at another percentile as in ``p90:2s``; None is no limit.
+    objective: ``throughput``, ``goodput``, or ``capacity``, which sets the rate of the arrivals itself.
     min_budget, max_budget: tokens; None takes ``max_num_seqs`` and what the workload can fill.
     pipeline_stages: the stage count whose bubble fraction is the second objective.
     num_trials: budgets that the search may run. round_size: how many of them are proposed at a time: so many workers
     the search keeps busy, and its outcome depends on this, not on how many there are.
     repeats: extra runs of each contender, interleaved. A modelled device gives the same figures every time, so it runs
     each contender once more whatever ``repeats`` says.
+    time_limit: seconds after which no further trial of the search, and no further round of repeats, is begun.
     warm_start: on a device here, profile it first, and begin with the budgets that the latency model expects most of.
 
     Raises ValueError that names the field, its value and the rule.
@@ -74,7 +79,10 @@ class TuneConfig:
     arrivals: str | None = None
     qps: float | None = None
     overlong: str = "clip"
+    objective: str = "throughput"
     tbt_slo: str = "strict"
+    ttft_slo: str | None = None
+    e2e_slo: str | None = None
     policy: str = "sarathi"
     min_budget: int | None = None
     max_budget: int | None = None
@@ -89,6 +97,7 @@ class TuneConfig:
     repeats: int = 3
     seed: int = 0
     num_threads: int | None = None
+    time_limit: float | None = None
     warm_start: bool = True
 
     @property
@@ -109,6 +118,7 @@ class TuneConfig:
         for name, choices in (
             ("dtype", DTYPES),
             ("policy", POLICY_NAMES),
+            ("objective", tuple(OBJECTIVES)),
             ("overlong", ("clip", "drop")),
             ("pipeline_stages", (2, 4, 8)),
         ):
@@ -116,6 +126,16 @@ class TuneConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(str, choices))}")
         if self.arrivals is not None and self.arrivals not in ARRIVALS:
             raise ValueError(f"arrivals={self.arrivals!r}: must be one of {', '.join(ARRIVALS)}")
+        if self.objective == "capacity" and (self.qps is not None or self.arrivals == "saturated"):
+            given = f"qps={self.qps}" if self.qps is not None else f"arrivals={self.arrivals!r}"
+            raise ValueError(
+                f"{given}: objective=capacity searches for the rate; give poisson, fixed or trace arrivals"
+            )
+        for name in ("ttft_slo", "e2e_slo"):
+            if getattr(self, name) is not None:
+                parse_limit(name, getattr(self, name))
+        if self.time_limit is not None and not self.time_limit > 0.0:
+            raise ValueError(f"time_limit={self.time_limit}: must be above 0 seconds")
         if self.from_profile and (self.kernels is not None or self.tensor_parallel * self.pipeline_parallel != 1):
             raise ValueError(
                 f"device={self.device!r}: is a profile of one GPU with its own kernels; neither kernels nor "
@@ -176,7 +196,7 @@ class TuneConfig:
     def identity(self) -> dict[str, str | int | float | None]:
         """The settings that a resumed study must share; how far to search may differ."""
         settings = asdict(self)
-        for name in ("num_trials", "repeats", "num_contenders", "warm_start"):
+        for name in ("num_trials", "repeats", "num_contenders", "time_limit", "warm_start"):
             settings.pop(name)
         settings["trace"] = None if self.trace is None else self.trace.name
         return settings

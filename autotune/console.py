@@ -9,11 +9,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from .objective import THROUGHPUT
 from .recommendation import Recommendation
-from .selection import THROUGHPUT, promising
+from .selection import promising
 from .trial import TrialRow
 
-PHASES = {"search": "searching budgets", "repeat": "repeating the best", "policy": "comparing policies"}
+PHASES = {
+    "search": "searching budgets",
+    "repeat": "repeating the best",
+    "anchor": "checking for drift",
+    "sensitivity": "asking what would change it",
+    "policy": "comparing policies",
+}
 
 
 class TuneProgress:
@@ -45,7 +52,7 @@ class TuneProgress:
     def __call__(self, phase: str, done: int, planned: int, row: TrialRow) -> None:
         """One run has finished."""
         if phase == "search" and promising(row):
-            self._best = max(self._best or row, row, key=lambda one: one.metric(THROUGHPUT))
+            self._best = max(self._best or row, row, key=lambda one: one.score)
         best = "no feasible budget yet" if self._best is None else f"best so far {self._best.token_budget}"
         self._bar.update(self._task, description=PHASES[phase], completed=done, total=planned, best=best)
         if not self.console.is_terminal:
@@ -78,7 +85,9 @@ def describe_row(row: TrialRow) -> str:
         return f"{what} {row.state}: {row.reason}"
     tbt = row.metrics.get("tbt_p99_ms")
     tbt_text = "no TBT" if tbt is None else f"P99 TBT {tbt:.3g} ms"
-    return f"{what}: {tbt_text}, {row.metric(THROUGHPUT):,.0f} tokens/s"
+    qps = row.metrics.get("capacity_qps")
+    rate_text = "" if qps is None else f", capacity {qps:.3g} requests/s"
+    return f"{what}: {tbt_text}, {row.metric(THROUGHPUT):,.0f} tokens/s{rate_text}"
 
 
 def print_recommendation(console: Console, recommendation: Recommendation, folder: str) -> None:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 from ..engine import PAPER_POLICIES, RunRecord
-from ..engine.modelled_executor import ModelledExecutor
+from ..engine.workload import scale_load
 from .problem import Problem
-from .selection import Choice, Contender, choose, promising, shortlist
+from .selection import Choice, Contender, promising, shortlist
 from .space import Candidate
 from .trial import TrialRow, TrialRunner
 
-#: Told of every finished run: phase (``search``, ``repeat``, ``policy``), runs done and planned in it, the row.
+#: Told of every finished run: phase (``search``, ``repeat``, ``anchor``, ``policy``), how many of how many are done in
+#: it, and the row.
 ProgressSink = Callable[[str, int, int, TrialRow], None]
 
+
+#: Rounds at most, for each of the settings' ``repeats``.
+MAX_ROUNDS_PER_REPEAT = 2
 
 RunPair = tuple[TrialRow, RunRecord | None]
 
 
 def repeat_contenders(
-    problem: Problem, runner: TrialRunner, search_rows: Sequence[TrialRow], progress: ProgressSink
+    problem: Problem,
+    runner: TrialRunner,
+    search_rows: Sequence[TrialRow],
+    progress: ProgressSink,
+    until_s: float = math.inf,
 ) -> tuple[list[Contender], list[RunPair]]:
-    """Repeat the best budgets interleaved; when none of them holds the SLO in every repeat, the next best too."""
+    """Repeat the best budgets interleaved until they are told apart; when none of them holds the SLO in every repeat,
+    the next best too."""
     contenders: list[Contender] = []
     pairs: list[RunPair] = []
     while True:
@@ -31,14 +42,10 @@ def repeat_contenders(
         if not budgets or (contenders and not any(promising(row) for row in left)):
             return contenders, pairs
         batch = _with_company(problem, budgets, tried, search_rows)
-        runs = _interleave(problem, runner, batch, progress)
+        batch_contenders, runs = _rounds(problem, runner, batch, progress, until_s)
         pairs += runs
-        for candidate in batch:
-            completed = tuple(
-                row for row, _ in runs if row.token_budget == candidate.token_budget and row.state == "complete"
-            )
-            contenders.append(Contender(candidate=candidate, rows=completed))
-        if choose(contenders, problem.variance_metric).status != "infeasible":
+        contenders += batch_contenders
+        if problem.judge.choose(contenders).status != "infeasible":
             return contenders, pairs
 
 
@@ -57,30 +64,77 @@ def _with_company(
     return batch
 
 
-def _interleave(
-    problem: Problem, runner: TrialRunner, batch: Sequence[Candidate], progress: ProgressSink
-) -> list[RunPair]:
-    """Every candidate once per round, in alternating order, so that drift of the machine hits all of them alike."""
+def _rounds(
+    problem: Problem, runner: TrialRunner, batch: Sequence[Candidate], progress: ProgressSink, until_s: float
+) -> tuple[list[Contender], list[RunPair]]:
+    """Every candidate once per round, in alternating order, so that drift of the machine hits all of them alike.
+
+    After ``repeats`` rounds only those go on of which it is not shown whether they are worse than the leader, for as
+    many rounds again at most, and none is begun after ``until_s`` (of ``perf_counter``).
+    """
     # A modelled device gives the same figures every time.
-    repeats = 1 if isinstance(problem.executor, ModelledExecutor) else problem.config.repeats
-    planned = len(batch) * repeats
+    fewest = 1 if problem.judge.exact else problem.config.repeats
+    most = 1 if problem.judge.exact else MAX_ROUNDS_PER_REPEAT * problem.config.repeats
     runs: list[RunPair] = []
-    for repeat in range(repeats):
-        for candidate in batch if repeat % 2 == 0 else reversed(batch):
-            pair = runner.run(candidate, run=f"repeat-{candidate.token_budget}-{repeat}", role="repeat")
-            runs.append(pair)
-            progress("repeat", len(runs), planned, pair[0])
-    return runs
+    active, planned = list(batch), fewest * len(batch)
+    for number in range(most):
+        for candidate in active if number % 2 == 0 else reversed(active):
+            run = f"repeat-{candidate.token_budget}-{number}"
+            runs.append(runner.run(candidate, run=run, role="repeat", round_number=number))
+            progress("repeat", len(runs), max(planned, len(runs)), runs[-1][0])
+        contenders = [_contender(candidate, runs) for candidate in batch]
+        if number + 1 < fewest:
+            continue
+        contested = problem.judge.contested(contenders)
+        if not contested or perf_counter() > until_s:
+            break
+        active = [one.candidate for one in contested]
+        planned = len(runs) + (most - number - 1) * len(active)
+    return contenders, runs
+
+
+def _contender(candidate: Candidate, runs: Sequence[RunPair]) -> Contender:
+    mine = (row for row, _ in runs if row.token_budget == candidate.token_budget)
+    return Contender(candidate=candidate, rows=tuple(row for row in mine if row.state == "complete"))
+
+
+def check_drift(
+    problem: Problem, runner: TrialRunner, search_rows: Sequence[TrialRow], progress: ProgressSink
+) -> tuple[float | None, list[RunPair]]:
+    """How much the first budget of the search that ran to its end does better now than then, percent, and the run that
+    shows it. 0 without a run on a device that repeats itself; None when nothing ran to its end."""
+    first = next((row for row in search_rows if row.state == "complete" and row.score > 0.0), None)
+    if problem.judge.exact:
+        return 0.0, []
+    by_budget = {candidate.token_budget: candidate for candidate in problem.space.candidates}
+    if first is None or first.token_budget not in by_budget:
+        return None, []
+    pair = runner.run(by_budget[first.token_budget], run=f"anchor-{first.token_budget}", role="anchor")
+    progress("anchor", 1, 1, pair[0])
+    if pair[0].state != "complete":
+        return None, [pair]
+    return 100.0 * (pair[0].score / first.score - 1.0), [pair]
 
 
 def compare_policies(problem: Problem, runner: TrialRunner, choice: Choice, progress: ProgressSink) -> list[RunPair]:
-    """The paper's policies, and the study's own where it is another, once on the same requests at the chosen budget."""
+    """The paper's policies, and the study's own where it is another, once on the same requests at the chosen budget;
+    under ``capacity`` at that budget's rate."""
     if choice.best is None:
         return []
     policies = tuple(dict.fromkeys((*PAPER_POLICIES, problem.config.policy)))
+    runner = _at_capacity(runner, choice.best)
     runs: list[RunPair] = []
     for policy in policies:
         pair = runner.run(choice.best.candidate, run=f"policy-{policy}", role="policy", policy=policy)
         runs.append(pair)
         progress("policy", len(runs), len(policies), pair[0])
     return runs
+
+
+def _at_capacity(runner: TrialRunner, best: Contender) -> TrialRunner:
+    """A runner of single runs at the capacity of ``best``, where that is what ``runner`` searches for."""
+    if runner.objective.name != "capacity":
+        return runner
+    qps = best.spread(runner.objective.metric)
+    workload = scale_load(runner.workload, qps.value) if qps is not None and qps.value > 0.0 else runner.workload
+    return TrialRunner(runner.engine, workload, runner.base, runner.slo)

@@ -82,6 +82,17 @@ OPTIONS: dict[str, object] = {
     "tbt_slo": Annotated[
         str, typer.Option(help="P99 TBT: strict (5x the reference decode iteration), relaxed (25x), or such as 20ms.")
     ],
+    "objective": Annotated[
+        str,
+        typer.Option(
+            help="What to maximise among the budgets that meet the SLO: throughput; capacity (the highest request rate "
+            "that meets it); goodput (requests per second that met every limit)."
+        ),
+    ],
+    "ttft_slo": Annotated[
+        str | None, typer.Option(help="Limit on TTFT: such as 2s, at P99, or p90:2s (p50, p90, p99, p99.9).")
+    ],
+    "e2e_slo": Annotated[str | None, typer.Option(help="Limit on the latency of whole requests, as --ttft-slo.")],
     "policy": Annotated[str, typer.Option(help=f"Batching policy: {', '.join(POLICY_NAMES)}.")],
     "min_budget": Annotated[int | None, typer.Option(help="Smallest budget. Default: --max-num-seqs.")],
     "max_budget": Annotated[
@@ -107,8 +118,13 @@ OPTIONS: dict[str, object] = {
             help="Budgets proposed at a time: how many workers have something to run. " + _by_device("round_size")
         ),
     ],
+    "time_limit": Annotated[
+        float | None, typer.Option(help="Seconds after which the search begins no further trial. Default: none.")
+    ],
     "num_contenders": Annotated[int, typer.Option(help="Best budgets to repeat.")],
-    "repeats": Annotated[int, typer.Option(help="Interleaved repeats of each of them.")],
+    "repeats": Annotated[
+        int, typer.Option(help="Interleaved repeats of each of them; up to twice as many of those not told apart.")
+    ],
     "seed": Annotated[int, typer.Option(help="Seed of weights, prompts, arrivals and the search.")],
     "num_threads": Annotated[int | None, typer.Option(help="CPU threads. Default: torch's.")],
     "warm_start": Annotated[
@@ -122,12 +138,16 @@ TRAFFIC = ("trace", "workload", "num_requests", "arrivals", "qps", "overlong")
 ENGINE = ("policy", "max_num_seqs", "max_model_len", "block_size", "num_kv_blocks")
 RUNTIME = ("seed", "num_threads")
 STUDY = (
+    "objective",
     "tbt_slo",
+    "ttft_slo",
+    "e2e_slo",
     "min_budget",
     "max_budget",
     "pipeline_stages",
     "num_trials",
     "round_size",
+    "time_limit",
     "num_contenders",
     "repeats",
     "warm_start",

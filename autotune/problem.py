@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..engine import AnyExecutor, EngineConfig, Workload
+from ..engine import AnyExecutor, Engine, EngineConfig, Workload
 from ..engine.metrics import SLO
+from ..engine.modelled_executor import ModelledExecutor
 from ..engine.presets import preset_workload
-from ..engine.slo import ReferenceDecode, reference_decode, resolve_slo
+from ..engine.slo import ReferenceDecode, parse_limit, reference_decode, resolve_slo
 from ..engine.token_costs import TokenCosts
 from ..engine.traces import load_trace
 from ..engine.workload import assign_arrivals
@@ -19,9 +20,13 @@ from ..kernels.tile_report import TileAnalysis, candidate_edges
 from ..kernels.tiles import tile_edges
 from .config import DEFAULTS_BY_DEVICE, TuneConfig
 from .devices import modelled_kernels
+from .objective import OBJECTIVES, Objective
+from .prediction import Prediction
 from .profiles import profile_staircase
+from .selection import Judge
 from .space import MIN_EDGE_RATIO, SearchSpace, thin_edges
 from .tiles import analyse_device
+from .trial import TrialRunner
 
 #: Largest budget tried where the settings name none.
 DEFAULT_MAX_BUDGET = 8192
@@ -50,6 +55,22 @@ class Problem:
         """The pipeline variance that the study minimises."""
         return f"bubble_fraction_{self.config.pipeline_stages}"
 
+    @property
+    def objective(self) -> Objective:
+        """What the study maximises."""
+        return OBJECTIVES[self.config.objective]
+
+    def make_runner(self, predictions: Mapping[int, Prediction] | None = None) -> TrialRunner:
+        """What runs the trials; ``predictions`` are the latency model's, by budget."""
+        engine = Engine(self.executor)
+        return TrialRunner(engine, self.workload, self.engine_config, self.slo, predictions, self.objective)
+
+    @property
+    def judge(self) -> Judge:
+        """What compares contenders of this study."""
+        exact = isinstance(self.executor, ModelledExecutor)
+        return Judge(objective=self.objective, variance_metric=self.variance_metric, exact=exact)
+
 
 def load_workload(config: TuneConfig, max_position: int | None = None) -> Workload:
     """The requests that ``config`` names, with their arrivals: a trace's own times, a preset saturated, unless
@@ -72,8 +93,16 @@ def load_workload(config: TuneConfig, max_position: int | None = None) -> Worklo
             overlong=config.overlong,
         )
         default_arrivals = "saturated"
+    if config.objective == "capacity":
+        return workload  # ``unit_rate`` gives it its arrivals
     kind = config.arrivals or ("poisson" if config.qps is not None else default_arrivals)
     return assign_arrivals(workload, kind=kind, qps=config.qps, seed=config.seed)
+
+
+def unit_rate(config: TuneConfig, workload: Workload) -> Workload:
+    """The same requests at 1 per second on average: a trace's own pattern, else Poisson, unless ``arrivals`` says."""
+    recorded = workload.has_arrivals and not workload.saturated
+    return assign_arrivals(workload, config.arrivals or ("trace" if recorded else "poisson"), qps=1.0, seed=config.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +220,14 @@ def state_problem(config: TuneConfig, executor: AnyExecutor, workload: Workload,
     return Problem(
         config=config,
         executor=executor,
-        workload=workload,
+        workload=unit_rate(config, workload) if config.objective == "capacity" else workload,
         engine_config=_engine_config(config, executor, facts.num_kv_blocks, facts.token_costs),
-        slo=resolve_slo(config.tbt_slo, facts.reference),
+        slo=resolve_slo(
+            config.tbt_slo,
+            facts.reference,
+            ttft=None if config.ttft_slo is None else parse_limit("ttft_slo", config.ttft_slo),
+            e2e=None if config.e2e_slo is None else parse_limit("e2e_slo", config.e2e_slo),
+        ),
         facts=facts,
         space=space,
     )

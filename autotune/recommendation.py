@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,13 +58,18 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class SLOInfo:
-    """The SLO as it was resolved. ``note`` says where its figure comes from."""
+    """The SLO as it was resolved. ``note`` says where its figure comes from. ``ttft_ms`` and ``e2e_ms`` are limits at
+    the quantiles beside them (0..1), None where there is none."""
 
     name: str
     tbt_p99_ms: float
     scheduling_delay_p50_s: float | None
     reference_decode_ms: float | None
     note: str
+    ttft_ms: float | None = None
+    ttft_quantile: float | None = None
+    e2e_ms: float | None = None
+    e2e_quantile: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +100,27 @@ class Alternative:
     total_tokens_per_s: float | None
     bubble_fraction_4: float | None
     iteration_cv: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confidence:
+    """How sure the choice is: ``level`` (``high``, ``medium``, ``low``), why, how far the device drifted over the study
+    in percent (None where it is not known), and how many rounds of repeats the contenders were compared in."""
+
+    level: str
+    statement: str
+    drift_pct: float | None
+    num_rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """What the choice would be after one ``change`` of the setting: ``token_budget``, None where none meets the SLO
+    then, or where it is not known; ``statement`` says which."""
+
+    change: str
+    token_budget: int | None
+    statement: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +161,9 @@ class Recommendation:
     command: str
     created_at: str
     schema_version: str = SCHEMA_VERSION
+    objective: str = "throughput"
+    confidence: Confidence | None = None
+    sensitivity: Sequence[Sensitivity] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:

@@ -14,7 +14,8 @@ from optuna.samplers import TPESampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from .selection import THROUGHPUT, shortlist
+from ..engine.metrics import LIMITED
+from .selection import shortlist
 from .space import KINDS, WHOLE_PROMPT, SearchSpace
 from .trial import TrialRow
 
@@ -146,10 +147,10 @@ def fresh_params(space: SearchSpace, tried: Sequence[Tried]) -> list[tuple[int, 
 def outcome(row: TrialRow, variance_metric: str) -> tuple[TrialState, list[float] | None, list[float]]:
     """A row in Optuna's terms: state, values of the two objectives, and constraints: the relative excess of P99 TBT and
     of the median scheduling delay over their limits, above 0 a violation."""
-    constraints = list(row.violations) or [0.0, 0.0]
+    constraints = list(row.violations) or [0.0] * len(LIMITED)
     if row.state != "complete":
         return _STATES[row.state], None, constraints
-    values = [row.metric(THROUGHPUT), row.metric(variance_metric)]
+    values = [row.score, row.metric(variance_metric)]
     # Optuna takes no NaN, which a run too short for the pipeline's metric has.
     return (
         (TrialState.FAIL, None, constraints)

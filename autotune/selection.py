@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from ..engine.metrics import SLO
+from ..engine.slo import describe_limits
+from .comparison import PAIRED_TEST, Comparison, compare
+from .objective import Objective
 from .space import Candidate
 from .trial import TrialRow
 
-RULE = (
-    "Feasible in every repeat (P99 TBT and median scheduling delay within the SLO); of those, throughput within the "
-    "noise of the best; of those, the lowest pipeline bubble fraction, noise again a tie; of those, the smallest "
-    "budget. Noise: the ranges over the interleaved repeats overlap."
-)
-THROUGHPUT = "total_tokens_per_s"
+
+def rule(objective: Objective, slo: SLO) -> str:
+    """How the recommendation is chosen, in words."""
+    limits = " and ".join(part for part in ("P99 TBT, median scheduling delay", describe_limits(slo)) if part)
+    return (
+        f"Feasible in every repeat ({limits} within the SLO); of those, {objective.noun} within the noise of the best; "
+        "of those, the lowest pipeline bubble fraction, noise again a tie; of those, the smallest budget. Noise: the "
+        f"{PAIRED_TEST}, does not show a difference."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +33,6 @@ class Spread:
     low: float
     high: float
     repeats: int
-
-    def overlaps(self, other: Spread) -> bool:
-        """Whether a difference between the two is inside the noise."""
-        return self.low <= other.high and other.low <= self.high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,11 @@ class Contender:
         if not values:
             return None
         return Spread(value=float(median(values)), low=min(values), high=max(values), repeats=len(values))
+
+    def by_round(self, metric: str) -> dict[int, float]:
+        """``metric`` by the round of its repeat; rounds without data are left out."""
+        numbered = ((index if row.round is None else row.round, row) for index, row in enumerate(self.rows))
+        return {number: value for number, row in numbered if not math.isnan(value := row.metric(metric))}
 
     @property
     def feasible(self) -> bool | None:
@@ -72,63 +80,82 @@ def promising(row: TrialRow) -> bool:
 def shortlist(rows: Sequence[TrialRow], count: int) -> list[int]:
     """The ``count`` budgets of a search that are worth repeating, best first.
 
-    Feasible ones (or those without TBT data) by throughput; when there are none, those closest to the SLO.
+    Feasible ones (or those without TBT data) by the objective; when there are none, those closest to the SLO.
     """
     usable = [row for row in rows if row.state != "failed"]
     good = [row for row in usable if promising(row)]
     if good:
-        ranked = sorted(good, key=lambda row: (-row.metric(THROUGHPUT), row.token_budget))
+        ranked = sorted(good, key=lambda row: (-row.score, row.token_budget))
     else:
         ranked = sorted(usable, key=lambda row: (max(row.violations, default=math.inf), row.token_budget))
     return list(dict.fromkeys(row.token_budget for row in ranked))[:count]
 
 
-def choose(contenders: Sequence[Contender], variance_metric: str) -> Choice:
-    """Apply ``RULE`` to the repeated contenders."""
-    ran = [contender for contender in contenders if contender.rows]
-    if not ran:
-        return Choice(status="no_data", best=None)
-    feasible = [contender for contender in ran if contender.feasible is not False]
-    if not feasible:
-        closest = min(ran, key=lambda contender: (_distance(contender), contender.candidate.token_budget))
-        return Choice(status="infeasible", best=closest)
-    fast = _tied_with_best(feasible, THROUGHPUT, highest=True)
-    steady = _tied_with_best(fast, variance_metric, highest=False)
-    best = min(steady, key=lambda contender: contender.candidate.token_budget)
-    ties = tuple(
-        sorted(
-            contender.candidate.token_budget for contender in fast if contender is not best and _ties(contender, best)
-        )
-    )
-    return Choice(status="no_data" if best.feasible is None else "feasible", best=best, ties=ties)
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """Compares contenders: by ``objective``, then by ``variance_metric``; ``exact`` on a device that repeats itself."""
+
+    objective: Objective
+    variance_metric: str
+    exact: bool = False
+
+    def compare(self, one: Contender, other: Contender, metric: str | None = None) -> Comparison:
+        """How much higher ``one`` is in ``metric``, by default the objective's."""
+        name = metric or self.objective.metric
+        resolution = self.objective.resolution if metric is None else 0.0
+        return compare(one.by_round(name), other.by_round(name), exact=self.exact, resolution=resolution)
+
+    def leader(self, contenders: Sequence[Contender]) -> Contender | None:
+        """The one with the highest median of the objective; None when none has any."""
+        spreads = [(one, spread) for one in contenders if (spread := one.spread(self.objective.metric))]
+        return max(spreads, key=lambda pair: pair[1].value, default=(None, None))[0]
+
+    def contested(self, contenders: Sequence[Contender]) -> list[Contender]:
+        """The leader of the feasible contenders and those of which it is not shown whether they are worse; empty when
+        every comparison with the leader is decided."""
+        usable = [one for one in contenders if one.rows and one.feasible is not False]
+        leader = self.leader(usable)
+        if leader is None:
+            return []
+        others = [one for one in usable if one is not leader and self.compare(one, leader).outcome == "open"]
+        return [leader, *others] if others else []
+
+    def choose(self, contenders: Sequence[Contender]) -> Choice:
+        """Apply the rule to the repeated contenders."""
+        ran = [contender for contender in contenders if contender.rows]
+        if not ran:
+            return Choice(status="no_data", best=None)
+        feasible = [contender for contender in ran if contender.feasible is not False]
+        if not feasible:
+            closest = min(ran, key=lambda contender: (_distance(contender), contender.candidate.token_budget))
+            return Choice(status="infeasible", best=closest)
+        leader = self.leader(feasible)
+        fast = [one for one in feasible if leader is None or self.compare(one, leader).outcome != "lower"]
+        steady = self._steadiest(fast)
+        best = min(steady, key=lambda contender: contender.candidate.token_budget)
+        ties = tuple(sorted(one.candidate.token_budget for one in fast if one is not best))
+        return Choice(status="no_data" if best.feasible is None else "feasible", best=best, ties=ties)
+
+    def _steadiest(self, contenders: Sequence[Contender]) -> list[Contender]:
+        """Those whose pipeline variance is not shown to be above the lowest."""
+        spreads = [(one, spread) for one in contenders if (spread := one.spread(self.variance_metric))]
+        if not spreads:
+            return list(contenders)
+        lowest = min(spreads, key=lambda pair: pair[1].value)[0]
+        return [one for one, _ in spreads if self.compare(one, lowest, self.variance_metric).outcome != "higher"]
 
 
 def chunking_buys_nothing(
-    contenders: Sequence[Contender], best: Contender, whole_prompt_tokens: int | None
+    judge: Judge, contenders: Sequence[Contender], best: Contender, whole_prompt_tokens: int | None
 ) -> Contender | None:
-    """The smallest contender that never splits a prompt, keeps the SLO (or has no TBT) and is as fast as the best."""
-    chosen = best.spread(THROUGHPUT)
-    if whole_prompt_tokens is None or chosen is None:
+    """The smallest contender that never splits a prompt, keeps the SLO (or has no TBT) and is as good as the best."""
+    if whole_prompt_tokens is None:
         return None
     for contender in sorted(contenders, key=lambda contender: contender.candidate.token_budget):
-        whole = contender.spread(THROUGHPUT)
-        splits = contender.candidate.token_budget < whole_prompt_tokens
-        if not splits and whole and contender.feasible is not False and whole.high >= chosen.low:
+        whole = contender.candidate.token_budget >= whole_prompt_tokens and contender.feasible is not False
+        if whole and contender.rows and judge.compare(contender, best).outcome != "lower":
             return contender
     return None
-
-
-def _tied_with_best(contenders: Sequence[Contender], metric: str, *, highest: bool) -> list[Contender]:
-    spreads = [(contender, spread) for contender in contenders if (spread := contender.spread(metric))]
-    if not spreads:
-        return list(contenders)
-    best = (max if highest else min)((spread for _, spread in spreads), key=lambda spread: spread.value)
-    return [contender for contender, spread in spreads if spread.overlaps(best)]
-
-
-def _ties(one: Contender, other: Contender) -> bool:
-    first, second = one.spread(THROUGHPUT), other.spread(THROUGHPUT)
-    return first is not None and second is not None and first.overlaps(second)
 
 
 def _distance(contender: Contender) -> float:

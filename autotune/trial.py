@@ -10,9 +10,11 @@ from time import perf_counter
 from typing import cast
 
 from ..engine import Engine, EngineConfig, Monitor, RunRecord, Workload
-from ..engine.metrics import SLO, compute_metrics
+from ..engine.metrics import SLO, Metrics, compute_metrics
 from ..engine.slo import sound_stop
+from .capacity import find_capacity
 from .device_lock import device_lock
+from .objective import OBJECTIVES, Objective
 from .prediction import Prediction
 from .space import Candidate
 
@@ -26,6 +28,8 @@ REQUIRED_METRICS = ("total_tokens_per_s", "output_tokens_per_s", "busy_s", "iter
 class TrialRow:
     """One row of ``trials.parquet``. ``state`` is ``complete``, ``pruned`` or ``failed``; the last two have a
     ``reason``. ``feasible`` is None where the SLO has no data. A pruned row's ``tbt_p99_ms`` is that of the run so far.
+    ``round``: of the interleaved repeats. ``score``: the objective of a complete run. ``violations``: how far over its
+    limit each of ``engine.metrics.LIMITED`` is, as a share of the limit.
     """
 
     run: str
@@ -39,6 +43,8 @@ class TrialRow:
     feasible: bool | None
     started_at: str
     elapsed_s: float
+    round: int | None = None
+    score: float = 0.0
     violations: tuple[float, ...] = ()
     tbt_quantiles_ms: tuple[float, ...] = ()
     metrics: MetricRow = field(default_factory=dict)
@@ -57,7 +63,7 @@ class TrialRow:
             if row[name] is None:
                 del row[name]
         row["tbt_quantiles_ms"] = list(self.tbt_quantiles_ms)
-        del row["violations"]
+        del row["violations"], row["score"]
         del row["metrics"]
         return row | self.metrics
 
@@ -72,7 +78,8 @@ class TrialRunner:
     """Runs budgets of one study on one engine and turns each run into a row.
 
     A run that raises, or whose figures are not finite, is a failed row with its reason; it never ends the study.
-    ``predictions`` are the latency model's, by budget, for the policy of ``base``.
+    ``predictions`` are the latency model's, by budget, for the policy of ``base``. Under the objective ``capacity`` a
+    run is a search over request rates, for which ``workload`` arrives at 1 per second; the row is the run at capacity.
     """
 
     def __init__(
@@ -82,19 +89,28 @@ class TrialRunner:
         base: EngineConfig,
         slo: SLO,
         predictions: Mapping[int, Prediction] | None = None,
+        objective: Objective = OBJECTIVES["throughput"],
     ) -> None:
         self.engine = engine
+        self.objective = objective
         self.predictions = predictions or {}
         self.workload = workload
         self.base = base
         self.slo = slo
 
     def run(
-        self, candidate: Candidate, *, run: str, role: str, policy: str | None = None, prune: bool = False
+        self,
+        candidate: Candidate,
+        *,
+        run: str,
+        role: str,
+        policy: str | None = None,
+        prune: bool = False,
+        round_number: int | None = None,
     ) -> tuple[TrialRow, RunRecord | None]:
         """Run one budget; with ``prune`` it stops once its SLO cannot be met any more."""
         began = perf_counter()
-        row = self.failed_row(candidate, run, role, None, policy=policy)
+        row = replace(self.failed_row(candidate, run, role, None, policy=policy), round=round_number)
         prediction = self.predictions.get(candidate.token_budget)
         if prediction is not None and row.policy == self.base.policy:
             row = replace(
@@ -106,11 +122,20 @@ class TrialRunner:
         try:
             config = replace(self.base, token_budget=candidate.token_budget, policy=row.policy)
             with device_lock(self.engine.executor):
-                record = self.engine.run(self.workload, config, monitor=self._monitor() if prune else None)
-            row = self._score(row, record)
+                record, metrics, qps = self._measure(config, prune)
+            row = self._score(row, record, metrics, qps)
         except Exception as error:  # a failed trial is a result: kept with its reason
             row = replace(row, reason=f"{type(error).__name__}: {error}")
         return replace(row, elapsed_s=perf_counter() - began), record
+
+    def _measure(self, config: EngineConfig, prune: bool) -> tuple[RunRecord, Metrics, float | None]:
+        """The run, its metrics, and the capacity where that is the objective."""
+        if self.objective.name != "capacity":
+            record = self.engine.run(self.workload, config, monitor=self._monitor() if prune else None)
+            return record, compute_metrics(record, self.slo), None
+        monitor = self._monitor if prune else None
+        found = find_capacity(self.engine, self.workload, config, self.slo, monitor=monitor)
+        return found.record, found.metrics, found.qps
 
     def failed_row(
         self, candidate: Candidate, run: str, role: str, reason: str | None, *, policy: str | None = None
@@ -133,16 +158,18 @@ class TrialRunner:
     def _monitor(self) -> Monitor:
         return sound_stop(self.slo, self.workload, self.base)
 
-    def _score(self, row: TrialRow, record: RunRecord) -> TrialRow:
-        metrics = compute_metrics(record, self.slo)
+    def _score(self, row: TrialRow, record: RunRecord, metrics: Metrics, qps: float | None) -> TrialRow:
+        """The row of a run; ``qps`` is the capacity, where that was searched for."""
         values = metrics.to_row()
+        violations = {name: excess or 0.0 for name, excess in metrics.excesses(self.slo).items()}
         if record.stopped is not None:
+            violations = dict.fromkeys(violations, 0.0) | {"tbt": max(violations["tbt"], 1e-6)}
             return replace(
                 row,
                 state="pruned",
                 reason=record.stopped,
                 feasible=False,
-                violations=(max(_excess(values["tbt_p99_ms"], self.slo.tbt_s * 1e3), 1e-6), 0.0),
+                violations=tuple(violations.values()),
                 metrics={name: values[name] for name in ("tbt_count", "tbt_p99_ms", "num_iterations")},
             )
         broken = [name for name in REQUIRED_METRICS if not math.isfinite(values[name] or 0.0)]
@@ -150,23 +177,17 @@ class TrialRunner:
             return replace(row, reason=f"not finite: {', '.join(f'{name}={values[name]}' for name in broken)}")
         if not values["num_finished"]:
             return replace(row, reason="no request finished: all were rejected")
-        delay_limit_s = None if record.saturated else self.slo.max_scheduling_delay_s
+        if qps is not None:
+            values["capacity_qps"] = qps
         return replace(
             row,
             state="complete",
             feasible=metrics.feasible(self.slo),
-            violations=(
-                _excess(values["tbt_p99_ms"], self.slo.tbt_s * 1e3),
-                0.0 if delay_limit_s is None else _excess(values["scheduling_delay_p50_ms"], delay_limit_s * 1e3),
-            ),
+            score=float(values[self.objective.metric] or 0.0),
+            violations=tuple(violations.values()),
             tbt_quantiles_ms=tuple(metrics.tbt_quantiles_ms()),
             metrics=values,
         )
-
-
-def _excess(value: float | int | None, limit: float) -> float:
-    """How far over its limit a figure is, as a share of the limit; 0 where there is no data."""
-    return 0.0 if value is None else float(value) / limit - 1.0
 
 
 #: Told of every finished run: the row, and how many of how many are done in this phase.

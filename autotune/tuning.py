@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
-from ..engine import AnyExecutor, Engine, RunRecord, Workload
+from ..engine import AnyExecutor, Workload
+from ..engine.metrics import QUANTILE_FIELDS, SLO
 from ..engine.modelled_executor import ModelledExecutor
 from ..kernels.latency import LatencyTable
 from ..reports import build_report
+from .confidence import state_confidence
 from .config import TuneConfig
-from .contenders import ProgressSink, compare_policies, repeat_contenders
+from .contenders import ProgressSink, check_drift, compare_policies, repeat_contenders
 from .device_lock import device_lock
 from .devices import make_executor, visible_gpus
 from .environment import command_line, package_versions, source_commit
 from .parallel import LocalWorkers, num_cores
 from .problem import Problem, load_workload, read_device, state_problem, workload_summary
-from .recommendation import Alternative, EngineSettings, Figure, Key, Recommendation, SLOInfo, model_key
+from .recommendation import (
+    Alternative,
+    Confidence,
+    EngineSettings,
+    Figure,
+    Key,
+    Recommendation,
+    Sensitivity,
+    SLOInfo,
+    model_key,
+)
 from .run_folder import RunFolder, default_run_dir
-from .selection import RULE, Choice, Contender, choose
+from .selection import Choice, Contender, rule
+from .sensitivity import find_sensitivity
 from .store import save_recommendation
 from .stored_study import STUDY_NAME, StoredStudy
 from .study import BudgetStudy
-from .trial import TrialRow, TrialRunner
+from .trial import TrialRow
 from .verdict import describe_alternative, write_verdict
 from .warm_start import WarmStart, warm_start
 from .worker import spawned_work, work
@@ -98,9 +113,8 @@ def tune(
             _write_environment(folder, problem, command, warm.note)
             if not resumed:
                 stored.write_setting(config if nameable else None, facts, workload, executor)
-            runner = TrialRunner(
-                Engine(executor), problem.workload, problem.engine_config, problem.slo, warm.predictions
-            )
+            runner = problem.make_runner(warm.predictions)
+            until_s = math.inf if config.time_limit is None else perf_counter() + config.time_limit
             study = BudgetStudy(
                 problem.space,
                 runner,
@@ -117,13 +131,24 @@ def tune(
 
             with stored.leading():
                 workers.begin()
-                search_rows = study.search(config.num_trials, on_trial, runs_here=num_workers != 0)
-        contenders, repeats = repeat_contenders(problem, runner, search_rows, report_progress)
-        choice = choose(contenders, problem.variance_metric)
+                search_rows = study.search(config.num_trials, on_trial, runs_here=num_workers != 0, until_s=until_s)
+        time_note = ""
+        if perf_counter() > until_s and len(search_rows) < config.num_trials:
+            time_note = (
+                f"The time limit of {config.time_limit:g} s ended the search after {len(search_rows)} of "
+                f"{config.num_trials} trials."
+            )
+        contenders, repeats = repeat_contenders(problem, runner, search_rows, report_progress, until_s)
+        drift_pct, anchors = check_drift(problem, runner, search_rows, report_progress)
+        choice = problem.judge.choose(contenders)
         policies = compare_policies(problem, runner, choice, report_progress)
-        rows = [*search_rows, *(row for row, _ in repeats), *(row for row, _ in policies)]
+        confidence = state_confidence(problem.judge, choice, contenders, problem.slo, drift_pct, time_note)
+        sensitivity: list[Sensitivity] = []
+        if choice.best is not None and choice.status == "feasible":
+            sensitivity = find_sensitivity(problem, choice.best.candidate.token_budget, search_rows, warm.table)
+        rows = [*search_rows, *(row for row, _ in (*repeats, *anchors, *policies))]
         records = [(row, record) for row, record in policies if record is not None and row.state == "complete"]
-        recommendation = _recommend(problem, choice, contenders, search_rows, rows, command, records)
+        recommendation = _recommend(problem, choice, contenders, search_rows, rows, command, confidence, sensitivity)
         folder.write_trials(rows)
         folder.write_records(records)
         folder.write_json("recommendation.json", recommendation.to_json())
@@ -160,20 +185,21 @@ def _recommend(
     search_rows: Sequence[TrialRow],
     rows: Sequence[TrialRow],
     command: str,
-    records: Sequence[tuple[TrialRow, RunRecord]],
+    confidence: Confidence,
+    sensitivity: Sequence[Sensitivity],
 ) -> Recommendation:
     config, best = problem.config, choice.best
     device = problem.executor.describe()
     expected: dict[str, Figure] = {}
-    for metric in EXPECTED_METRICS:
+    for metric in dict.fromkeys((*EXPECTED_METRICS, problem.objective.metric, *_limited_metrics(problem.slo))):
         spread = best.spread(metric) if best is not None else None
         if spread is not None:
             expected[metric] = Figure(**asdict(spread))
     return Recommendation(
         status=choice.status,
-        token_budget=None if best is None else best.candidate.token_budget,
-        verdict=write_verdict(choice, contenders, problem.space, problem.slo, _table(problem.executor)),
-        rule=RULE,
+        token_budget=_budget(choice),
+        verdict=_verdict(problem, choice, contenders, confidence, sensitivity),
+        rule=rule(problem.objective, problem.slo),
         key=Key(
             model=model_key(config.model),
             device=str(device["device"]),
@@ -187,6 +213,7 @@ def _recommend(
             scheduling_delay_p50_s=None if problem.workload.saturated else problem.slo.max_scheduling_delay_s,
             reference_decode_ms=problem.facts.reference.duration_s * 1e3,
             note=problem.facts.reference.note,
+            **_limits(problem.slo),
         ),
         expected=expected,
         alternatives=_alternatives(problem, choice, contenders, search_rows),
@@ -203,7 +230,43 @@ def _recommend(
         seed=config.seed,
         command=command,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        objective=problem.objective.name,
+        confidence=confidence,
+        sensitivity=sensitivity,
     )
+
+
+def _verdict(
+    problem: Problem,
+    choice: Choice,
+    contenders: Sequence[Contender],
+    confidence: Confidence,
+    sensitivity: Sequence[Sensitivity],
+) -> str:
+    verdict = write_verdict(choice, contenders, problem.space, problem.slo, problem.judge, _table(problem.executor))
+    moved = [one.statement for one in sensitivity if one.token_budget != _budget(choice)]
+    stays = "" if not sensitivity or moved else "Neither SLO nor traffic 20% up or down would change it."
+    return " ".join(
+        part for part in (verdict, f"Confidence: {confidence.level}. {confidence.statement}", *moved, stays) if part
+    )
+
+
+def _budget(choice: Choice) -> int | None:
+    return None if choice.best is None else choice.best.candidate.token_budget
+
+
+def _limited_metrics(slo: SLO) -> list[str]:
+    """The columns that the limits on TTFT and E2E are about."""
+    limits = (("ttft", slo.ttft), ("e2e", slo.e2e))
+    return [f"{name}_{QUANTILE_FIELDS[limit.quantile]}_ms" for name, limit in limits if limit is not None]
+
+
+def _limits(slo: SLO) -> dict[str, float]:
+    limits = (("ttft", slo.ttft), ("e2e", slo.e2e))
+    found = [(name, limit) for name, limit in limits if limit is not None]
+    return {f"{name}_ms": limit.limit_s * 1e3 for name, limit in found} | {
+        f"{name}_quantile": limit.quantile for name, limit in found
+    }
 
 
 def _table(executor: AnyExecutor) -> LatencyTable | None:
@@ -235,7 +298,7 @@ def _alternatives(
                 kind=contender.candidate.kind,
                 feasible=contender.feasible,
                 tie=contender.candidate.token_budget in choice.ties,
-                reason=describe_alternative(contender, choice, problem.slo),
+                reason=describe_alternative(contender, choice, problem.slo, problem.objective),
                 **figures,
             )
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..engine.metrics import SLO
+from ..engine.metrics import LIMITED, QUANTILE_FIELDS, SLO
 from ..kernels.latency import LatencyTable
 from ..kernels.sweep import FOUR_GEMMS, SOURCES
-from .selection import THROUGHPUT, Choice, Contender, Spread, chunking_buys_nothing
+from .objective import THROUGHPUT, Objective
+from .selection import Choice, Contender, Judge, Spread, chunking_buys_nothing
 from .space import SearchSpace
 
 
@@ -16,6 +17,7 @@ def write_verdict(
     contenders: Sequence[Contender],
     space: SearchSpace,
     slo: SLO,
+    judge: Judge,
     table: LatencyTable | None = None,
 ) -> str:
     """Two to six sentences: what to set, how it does against the SLO, ties, the edge, and what chunking buys; with
@@ -31,7 +33,7 @@ def write_verdict(
         over = "has no data" if tbt is None else f"is {tbt.value:.3g} ms, {tbt.value / limit_ms:.2f}x the SLO"
         sentences.append(
             f"No budget meets the SLO of {limit_ms:.3g} ms P99 TBT ({slo.name}). The closest is {budget} tokens: its "
-            f"P99 TBT {over}."
+            f"P99 TBT {over}{_breaches(best, slo)}."
         )
     elif choice.status == "no_data":
         sentences.append(
@@ -43,18 +45,26 @@ def write_verdict(
             f"Set the token budget to {budget}. P99 TBT is {tbt.value:.3g} ms{_range(tbt)} against an SLO of "
             f"{limit_ms:.3g} ms."
         )
+    if choice.status != "no_data":
+        sentences += _latencies(best, slo)
+    score = best.spread(judge.objective.metric)
+    if score is not None and judge.objective.metric != THROUGHPUT:
+        low_high = f" ({score.low:.3g} to {score.high:.3g})" if score.repeats > 1 else ""
+        sentences.append(f"{judge.objective.noun.capitalize()} is {judge.objective.format(score.value)}{low_high}.")
     if speed is not None:
         low_high = f" ({speed.low:,.0f} to {speed.high:,.0f})" if speed.repeats > 1 else ""
-        sentences.append(f"Throughput is {speed.value:,.0f} tokens/s{low_high}.")
+        where = " at that rate" if judge.objective.name == "capacity" else ""
+        sentences.append(f"Throughput{where} is {speed.value:,.0f} tokens/s{low_high}.")
     if choice.ties:
         others = ", ".join(str(tie) for tie in choice.ties)
         sentences.append(
-            f"A tie: the throughput of {others} differs by less than the noise; no gain is claimed over them."
+            f"A tie: the {judge.objective.noun} of {others} differs by less than the noise; no gain is claimed over "
+            "them."
         )
-    sentences += [sentence for sentence in (_edge_sentence(best, contenders, space),) if sentence]
+    sentences += [sentence for sentence in (_edge_sentence(judge, best, contenders, space),) if sentence]
     if table is not None:
         sentences.append(staircase_sentence(table, budget))
-    whole = chunking_buys_nothing(contenders, best, space.whole_prompt_tokens)
+    whole = chunking_buys_nothing(judge, contenders, best, space.whole_prompt_tokens)
     if whole is not None and choice.status != "infeasible":
         sentences.append(
             f"Chunking buys nothing here: whole prompts (budget {whole.candidate.token_budget}) are as fast"
@@ -80,6 +90,29 @@ def staircase_sentence(table: LatencyTable, budget: int) -> str:
     )
 
 
+def _latencies(best: Contender, slo: SLO) -> list[str]:
+    """How it does against the limits on TTFT and E2E, where there are any."""
+    sentences = []
+    for name, limit in (("ttft", slo.ttft), ("e2e", slo.e2e)):
+        spread = None if limit is None else best.spread(f"{name}_{QUANTILE_FIELDS[limit.quantile]}_ms")
+        if limit is not None and spread is not None:
+            sentences.append(
+                f"P{limit.quantile * 100:g} {name.upper()} is {spread.value:,.4g} ms{_range(spread)} against a limit "
+                f"of {limit.limit_s * 1e3:,.4g} ms."
+            )
+    return sentences
+
+
+def _breaches(best: Contender, slo: SLO) -> str:
+    """That the queue is over its limit, where P99 TBT alone would look feasible."""
+    delay = best.spread("scheduling_delay_p50_ms")
+    limit_s = slo.max_scheduling_delay_s
+    excess = max((row.violations[1] for row in best.rows if len(row.violations) > 1), default=0.0)
+    if delay is None or limit_s is None or excess <= 0.0:
+        return ""
+    return f", and its median scheduling delay {delay.value / 1e3:.3g} s against {limit_s:g} s"
+
+
 def _range(spread: Spread) -> str:
     """The range over repeats; nothing for a single run."""
     if spread.repeats < 2:
@@ -87,7 +120,7 @@ def _range(spread: Spread) -> str:
     return f" ({spread.low:.3g} to {spread.high:.3g} over {spread.repeats} repeats)"
 
 
-def describe_alternative(contender: Contender, choice: Choice, slo: SLO) -> str:
+def describe_alternative(contender: Contender, choice: Choice, slo: SLO, objective: Objective) -> str:
     """Why a measured budget was not chosen."""
     best = choice.best
     budget = contender.candidate.token_budget
@@ -97,33 +130,35 @@ def describe_alternative(contender: Contender, choice: Choice, slo: SLO) -> str:
         tbt = contender.spread("tbt_p99_ms")
         if tbt is not None and tbt.high > slo.tbt_s * 1e3:
             return f"breaks the SLO: P99 TBT up to {tbt.high:.3g} ms"
-        return "breaks the SLO: the median scheduling delay is over its limit"
+        worst = [max(values) for values in zip(*(row.violations for row in contender.rows), strict=True)]
+        broken = [name.replace("_", " ") for name, excess in zip(LIMITED, worst, strict=False) if excess > 0.0]
+        return f"breaks the SLO: {' and '.join(broken) or 'a limit'} over the limit"
     if choice.status == "infeasible":
         return "further from the SLO"
     if budget in choice.ties:
-        return "a tie in throughput; the choice falls to steadier iterations, then to the smaller budget"
-    mine, theirs = contender.spread(THROUGHPUT), best.spread(THROUGHPUT)
-    if mine is None or theirs is None:
-        return "no throughput figure"
+        return f"a tie in {objective.noun}; the choice falls to steadier iterations, then to the smaller budget"
+    mine, theirs = contender.spread(objective.metric), best.spread(objective.metric)
+    if mine is None or theirs is None or not theirs.value > 0.0:
+        return f"no {objective.noun} figure"
     change = mine.value / theirs.value - 1.0
     if contender.rows[0].role == "search" and change >= 0.0:
-        return f"{change:+.1%} throughput in its one run, too little to be repeated"
+        return f"{change:+.1%} {objective.noun} in its one run, too little to be repeated"
     if change >= 0.0:
-        return f"{change:+.1%} throughput, but its iterations are less even"
-    return f"{change:+.1%} throughput"
+        return f"{change:+.1%} {objective.noun}, but its iterations are less even"
+    return f"{change:+.1%} {objective.noun}"
 
 
-def _edge_sentence(best: Contender, contenders: Sequence[Contender], space: SearchSpace) -> str | None:
+def _edge_sentence(judge: Judge, best: Contender, contenders: Sequence[Contender], space: SearchSpace) -> str | None:
     """What crossing the edge beside the chosen budget costs, from interleaved repeats of both sides."""
     partner_candidate = space.partner(best.candidate)
     partner = next((c for c in contenders if c.candidate == partner_candidate and c.rows), None)
     if partner is None:
         return None
     aligned, past = (best, partner) if best.candidate.kind == "aligned" else (partner, best)
-    before, after = aligned.spread(THROUGHPUT), past.spread(THROUGHPUT)
-    if before is None or after is None:
+    if aligned.spread(THROUGHPUT) is None or past.spread(THROUGHPUT) is None:
         return None
+    found = judge.compare(past, aligned, THROUGHPUT)
     pair = f"{past.candidate.token_budget} instead of {aligned.candidate.token_budget} tokens"
-    if before.overlaps(after):
+    if found.outcome in ("tie", "open"):
         return f"Crossing the edge ({pair}) makes no difference beyond the noise on this device."
-    return f"Crossing the edge ({pair}) changes throughput by {after.value / before.value - 1.0:+.1%}."
+    return f"Crossing the edge ({pair}) changes throughput by {found.difference:+.1%}."

@@ -12,18 +12,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
-from ..engine import Engine, EngineConfig, Executor, PipelinedExecutor
+from ..engine import Engine, Executor, PipelinedExecutor
 from ..engine.hf_config import resolve_model
-from ..engine.metrics import compute_metrics
 from ..engine.model_config import ModelConfig
 from ..engine.modelled_executor import ModelledExecutor
 from ..engine.profile import measure_profile
 from ..kernels.latency import LatencyTable
-from ..kernels.latency_file import table_to_json
+from ..kernels.latency_file import table_from_json, table_to_json
+from .objective import THROUGHPUT
 from .prediction import Prediction
 from .problem import Problem
 from .run_folder import RunFolder
+from .selection import promising
 from .space import KINDS, WHOLE_PROMPT, Candidate
+from .trial import TrialRunner
 
 _log = logging.getLogger(__name__)
 
@@ -41,9 +43,11 @@ NUM_SUGGESTIONS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
-    """Predictions by budget, the budgets to run first, and what is to be said of how they came about."""
+    """Predictions by budget, the latency table that they are from, the budgets to run first, and what is to be said of
+    how they came about."""
 
     predictions: Mapping[int, Prediction]
+    table: LatencyTable | None = None
     suggestions: tuple[int, ...] = ()
     note: str = ""
 
@@ -69,7 +73,8 @@ def warm_start(problem: Problem, folder: RunFolder, *, resumed: bool) -> WarmSta
     note = f"{len(predictions)} of {len(problem.space.candidates)} budgets predicted in {perf_counter() - began:.1f} s"
     rows = [asdict(prediction) for prediction in predictions.values()]
     folder.write_json(LATENCY_FILE, {**table_to_json(table), "predictions": rows, "predictions_note": note})
-    return WarmStart(predictions=predictions, suggestions=suggest(predictions.values()), note=note)
+    suggestions = suggest(predictions.values())
+    return WarmStart(predictions=predictions, table=table, suggestions=suggestions, note=note)
 
 
 def quick_profile(problem: Problem, executor: Executor) -> LatencyTable:
@@ -85,20 +90,22 @@ def quick_profile(problem: Problem, executor: Executor) -> LatencyTable:
 def predict(table: LatencyTable, problem: Problem) -> dict[int, Prediction]:
     """The modelled run of every candidate, by budget; aligned ones first, as far as ``PREDICT_LIMIT_S`` goes."""
     engine = Engine(ModelledExecutor(table, _model(problem)))
+    runner = TrialRunner(engine, problem.workload, problem.engine_config, problem.slo, objective=problem.objective)
     until_s = perf_counter() + PREDICT_LIMIT_S
     found: dict[int, Prediction] = {}
     for candidate in sorted(problem.space.candidates, key=_precedence):
         if found and perf_counter() > until_s:
             break
-        config: EngineConfig = replace(problem.engine_config, token_budget=candidate.token_budget)
-        metrics = compute_metrics(engine.run(problem.workload, config), problem.slo)
-        values = metrics.to_row()
-        tbt, rate = values["tbt_p99_ms"], values["total_tokens_per_s"]
+        row, _ = runner.run(candidate, run=f"predicted-{candidate.token_budget}", role="predicted")
+        if row.state != "complete":
+            raise RuntimeError(f"budget {candidate.token_budget}: {row.reason}")
+        tbt = row.metrics["tbt_p99_ms"]
         found[candidate.token_budget] = Prediction(
             token_budget=candidate.token_budget,
             tbt_p99_ms=None if tbt is None else float(tbt),
-            total_tokens_per_s=float(rate or 0.0),
-            feasible=metrics.feasible(problem.slo) is not False,
+            total_tokens_per_s=row.metric(THROUGHPUT),
+            feasible=promising(row),
+            score=row.score,
         )
     return found
 
@@ -108,7 +115,7 @@ def suggest(predictions: Iterable[Prediction]) -> tuple[int, ...]:
     miss it by least."""
     order = sorted(
         predictions,
-        key=lambda one: (not one.feasible, -one.total_tokens_per_s if one.feasible else one.tbt_p99_ms or 0.0),
+        key=lambda one: (not one.feasible, -one.score if one.feasible else one.tbt_p99_ms or 0.0),
     )
     return tuple(prediction.token_budget for prediction in order[:NUM_SUGGESTIONS])
 
@@ -120,10 +127,12 @@ def _stored(folder: RunFolder) -> WarmStart:
     try:
         document = json.loads(file.read_text())
         found = [Prediction(**row) for row in document["predictions"]]
+        table = table_from_json(document)
         note = str(document["predictions_note"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged ({type(error).__name__}: {error}); use another run folder") from None
-    return WarmStart(predictions={one.token_budget: one for one in found}, suggestions=suggest(found), note=note)
+    predictions = {one.token_budget: one for one in found}
+    return WarmStart(predictions=predictions, table=table, suggestions=suggest(found), note=note)
 
 
 def _model(problem: Problem) -> ModelConfig:

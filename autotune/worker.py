@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..engine import AnyExecutor, Engine, Workload
+from ..engine import AnyExecutor, Workload
 from .config import TuneConfig
 from .devices import make_executor
 from .parallel import is_orphan
@@ -53,7 +53,7 @@ def work(
     problem = state_problem(config, executor, workload, facts)
     return serve(
         stored.queue(problem.variance_metric),
-        TrialRunner(Engine(executor), problem.workload, problem.engine_config, problem.slo),
+        problem.make_runner(),
         problem.space,
         is_over=lambda: stored.is_over or (parent is not None and is_orphan(parent)),
         wait_limit_s=wait_limit_s,

@@ -21,11 +21,20 @@ from .pipeline import PIPELINE_STAGES, replay
 from .record import FloatArray, IntArray, RunRecord, narrow
 from .server_metrics import ServerCounters
 
+BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
 #: Rows of the GEMM tile whose padding ``Metrics.tile_waste`` counts.
 TILE_WASTE_BLOCK_M = 128
 
 #: Levels of ``tbt_quantiles_ms``: 0, 0.01 ... 1.00.
 TBT_QUANTILE_LEVELS: FloatArray = np.arange(101) / 100.0
+
+
+#: The quantiles that a ``Distribution`` has, and its fields for them.
+QUANTILE_FIELDS = {0.5: "p50", 0.9: "p90", 0.99: "p99", 0.999: "p999"}
+
+#: What an SLO may limit, in the order of ``Metrics.excesses``.
+LIMITED = ("tbt", "scheduling_delay", "ttft", "e2e")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,11 @@ class Distribution:
             max=float(samples_s.max()),
         )
 
+    def at(self, quantile: float) -> float | None:
+        """The value at one of ``QUANTILE_FIELDS``; None without data."""
+        value: float | None = getattr(self, QUANTILE_FIELDS[quantile])
+        return value
+
     def to_row(self, prefix: str) -> dict[str, float | int | None]:
         """Flat columns ``{prefix}_count`` and ``{prefix}_{statistic}_ms``."""
         row: dict[str, float | int | None] = {f"{prefix}_count": self.count}
@@ -69,18 +83,36 @@ class Distribution:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limit:
+    """At most ``limit_s`` seconds at a quantile of the requests, one of those that a ``Distribution`` has."""
+
+    limit_s: float
+    quantile: float = 0.99
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.limit_s < float("inf"):
+            raise ValueError(f"limit_s={self.limit_s}: must be a positive number of seconds")
+        if self.quantile not in QUANTILE_FIELDS:
+            names = ", ".join(map(str, QUANTILE_FIELDS))
+            raise ValueError(f"quantile={self.quantile}: must be one of {names}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SLO:
     """A limit on TBT, and on the queue: the ``quantile`` of TBT at most ``tbt_s``, and the median scheduling delay at
-    most ``max_scheduling_delay_s`` (None: no such limit). The 2 s are Sarathi-Serve's (OSDI'24, section 5).
+    most ``max_scheduling_delay_s`` (None: no such limit). The 2 s are Sarathi-Serve's (OSDI'24, section 5). ``ttft``
+    and ``e2e`` are further limits, None where there is none.
 
     A saturated workload, where all requests are there at time 0, is not held to the delay: it would measure the
-    length of the queue, not the system.
+    length of the queue, not the system. TTFT and E2E are held to their limits all the same, for somebody set them.
     """
 
     name: str
     tbt_s: float
     quantile: float = 0.99
     max_scheduling_delay_s: float | None = 2.0
+    ttft: Limit | None = None
+    e2e: Limit | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.tbt_s < float("inf"):
@@ -99,8 +131,8 @@ class Metrics:
     output_tokens_per_s: generated tokens ÷ busy_s. total_tokens_per_s: the same with the prompts whose prefill ended
         (each once: recomputation after a preemption is work, not throughput). requests_per_s: finished ÷ busy_s.
     goodput_requests_per_s: finished requests that met every SLO ÷ busy_s: the SLO's quantile of the request's own gaps
-        is within ``tbt_s`` (a request with one token has no gap to miss it with), and its own scheduling delay within
-        the limit, where that applies. None without an SLO.
+        is within ``tbt_s`` (a request with one token has no gap to miss it with), and its own scheduling delay, TTFT
+        and E2E within their limits, where these apply. None without an SLO.
     iteration_cv: standard deviation ÷ mean of iteration time, in a pipeline of the work of all its stages.
     bubble_fractions: what these iterations would do to a pipeline, by number of stages (``replay``).
     num_stages, bubble_fraction, bubble_causes: of the pipeline that ran (``find_bubbles``), the fraction's parts by
@@ -173,20 +205,36 @@ class Metrics:
         outside; there the median TTFT stands in, which is the delay and the prefill together."""
         return self.ttft.p50 if self.scheduling_delay.p50 is None else self.scheduling_delay.p50
 
+    def excesses(self, slo: SLO) -> dict[str, float | None]:
+        """How far over its limit each of ``LIMITED`` is, as a share of the limit; below 0 where it is within.
+
+        None where there is no limit, where it does not apply, or where the run has no data for it.
+        """
+        delay_s = None if self.saturated else slo.max_scheduling_delay_s
+        return {
+            "tbt": _excess(self.tbt_at(slo.quantile), slo.tbt_s),
+            "scheduling_delay": _excess(self.queueing_p50_s, delay_s),
+            "ttft": None if slo.ttft is None else _excess(self.ttft.at(slo.ttft.quantile), slo.ttft.limit_s),
+            "e2e": None if slo.e2e is None else _excess(self.e2e.at(slo.e2e.quantile), slo.e2e.limit_s),
+        }
+
     def feasible(self, slo: SLO) -> bool | None:
         """Whether the run met ``slo``; None when it has no data to tell.
 
-        No data: a TBT limit over no gaps at all, or no request that was ever scheduled. A run that was stopped early
-        is never feasible: False when what it had was over the limit already, else None.
+        No data: nothing that the SLO is about was seen (no gap, and no first token or end where these are limited), or
+        no request was ever scheduled. A run that was stopped early is never feasible: False when what it had was over
+        a limit already, else None.
         """
-        tbt_s, queueing_s = self.tbt_at(slo.quantile), self.queueing_p50_s
-        if tbt_s is None or queueing_s is None:
+        excesses = self.excesses(slo)
+        if self.queueing_p50_s is None or all(excesses[name] is None for name in ("tbt", "ttft", "e2e")):
             return None
-        limit_s = slo.max_scheduling_delay_s
-        queued = not self.saturated and limit_s is not None and queueing_s > limit_s
-        if tbt_s > slo.tbt_s or queued:
+        if any(excess is not None and excess > 0.0 for excess in excesses.values()):
             return False
         return True if self.stopped is None else None
+
+
+def _excess(value: float | None, limit: float | None) -> float | None:
+    return None if value is None or limit is None else value / limit - 1.0
 
 
 _NOT_IN_ROW = {"tbt", "tpot", "ttft", "e2e", "scheduling_delay", "tbt_gaps_s", "saturated", "stopped"}
@@ -207,8 +255,10 @@ def compute_metrics(record: RunRecord, slo: SLO | None = None) -> Metrics:
     num_finished = int(finished.sum())
     num_output = len(record.token_s)
     num_prompt = int(requests.prompt_tokens[requests.num_generated > 0].sum())
-    queueing_s = np.where(np.isnan(delay_s), ttft_s, delay_s)
-    good = None if slo is None else _num_good(record, slo, finished, queueing_s, gap_request, gaps_s)
+    good = None
+    if slo is not None:
+        queueing_s = np.where(np.isnan(delay_s), ttft_s, delay_s)
+        good = _num_good(record, slo, finished & _in_time(slo, ttft_s, e2e_s), queueing_s, gap_request, gaps_s)
     in_pipeline = iterations.stage_end_s is not None
     bubbles = find_bubbles(iterations) if in_pipeline and num_iterations else None
     iteration_s = iterations.model_s if in_pipeline else iterations.duration_s
@@ -292,10 +342,19 @@ def _token_ends(record: RunRecord) -> tuple[FloatArray, FloatArray]:
     return first_s, last_s
 
 
+def _in_time(slo: SLO, ttft_s: FloatArray, e2e_s: FloatArray) -> BoolArray:
+    """The requests within the limits on TTFT and E2E."""
+    in_time = np.ones(len(ttft_s), dtype=bool)
+    for limit, values_s in ((slo.ttft, ttft_s), (slo.e2e, e2e_s)):
+        if limit is not None:
+            in_time &= values_s <= limit.limit_s
+    return in_time
+
+
 def _num_good(
     record: RunRecord,
     slo: SLO,
-    finished: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    finished: BoolArray,
     queueing_s: FloatArray,
     gap_request: IntArray,
     gaps_s: FloatArray,

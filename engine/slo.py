@@ -12,7 +12,7 @@ import numpy as np
 from .config import EngineConfig
 from .executor import AnyExecutor, PipelinedExecutor, num_stages
 from .kv_cache import BlockManager
-from .metrics import SLO
+from .metrics import SLO, Limit
 from .request import Batch, Request, Sequence, Workload
 from .run import Monitor, Progress
 
@@ -24,6 +24,7 @@ REFERENCE_CONTEXT_TOKENS = 4096
 SLO_MULTIPLES = {"strict": 5.0, "relaxed": 25.0}
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(us|ms|s)")
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 _UNIT_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -73,10 +74,15 @@ def reference_decode(
 
 
 def resolve_slo(
-    text: str, reference: ReferenceDecode | None = None, *, max_scheduling_delay_s: float | None = 2.0
+    text: str,
+    reference: ReferenceDecode | None = None,
+    *,
+    max_scheduling_delay_s: float | None = 2.0,
+    ttft: Limit | None = None,
+    e2e: Limit | None = None,
 ) -> SLO:
     """The SLO that ``text`` asks for: ``strict`` (5 × the reference decode iteration), ``relaxed`` (25 ×), or a P99 TBT
-    such as ``20ms``, ``0.1s``, ``100us``.
+    such as ``20ms``, ``0.1s``, ``100us``; with the limits on TTFT and E2E that are given.
 
     Raises ValueError when the text is neither, or names a multiple and no ``reference`` is given.
     """
@@ -86,12 +92,46 @@ def resolve_slo(
             raise ValueError(f"slo={text!r}: is a multiple of the reference decode iteration, which was not measured")
         tbt_s = SLO_MULTIPLES[name] * reference.duration_s
     else:
-        match = _DURATION.fullmatch(name)
-        if match is None or float(match[1]) <= 0.0:
+        duration_s = _duration_s(name)
+        if duration_s is None:
             words = ", ".join(SLO_MULTIPLES)
             raise ValueError(f"slo={text!r}: must be {words}, or a positive duration such as 20ms, 0.1s or 100us")
-        tbt_s = float(match[1]) * _UNIT_S[match[2]]
-    return SLO(name=name.replace(" ", ""), tbt_s=tbt_s, max_scheduling_delay_s=max_scheduling_delay_s)
+        tbt_s = duration_s
+    return SLO(
+        name=name.replace(" ", ""), tbt_s=tbt_s, max_scheduling_delay_s=max_scheduling_delay_s, ttft=ttft, e2e=e2e
+    )
+
+
+def parse_limit(name: str, text: str) -> Limit:
+    """A limit such as ``2s``, at P99, or ``p90:2s`` at another percentile (p50, p90, p99, p99.9).
+
+    Raises ValueError that names the field ``name``.
+    """
+    percentile, separator, duration = text.strip().lower().rpartition(":")
+    duration_s = _duration_s(duration)
+    quantile = _QUANTILES.get(percentile if separator else "p99")
+    if duration_s is None or quantile is None:
+        raise ValueError(
+            f"{name}={text!r}: must be a positive duration such as 500ms or 2s, at P99, or with the percentile before "
+            f"it ({', '.join(_QUANTILES)}), as in p90:2s"
+        )
+    return Limit(limit_s=duration_s, quantile=quantile)
+
+
+def describe_limits(slo: SLO) -> str:
+    """The limits on TTFT and E2E in words, ``P99 TTFT 2 s and P90 E2E 30 s``; empty where there are none."""
+    parts = [
+        f"P{limit.quantile * 100:g} {name} {limit.limit_s:g} s"
+        for name, limit in (("TTFT", slo.ttft), ("E2E", slo.e2e))
+        if limit is not None
+    ]
+    return " and ".join(parts)
+
+
+def _duration_s(text: str) -> float | None:
+    """Seconds of a positive duration; None where it is none."""
+    match = _DURATION.fullmatch(text.strip())
+    return float(match[1]) * _UNIT_S[match[2]] if match is not None and float(match[1]) > 0.0 else None
 
 
 def sound_stop(slo: SLO, workload: Workload, config: EngineConfig) -> Monitor:

@@ -139,6 +139,21 @@ def assign_arrivals(workload: Workload, kind: str = "trace", *, qps: float | Non
     return _with_arrivals(workload, arrivals_s, f"Poisson arrivals, {qps:g} requests/s, seed {seed}")
 
 
+def scale_load(workload: Workload, factor: float) -> Workload:
+    """The same requests with the same pattern of arrivals, ``factor`` times as fast.
+
+    Raises ValueError when ``factor`` is not positive, or nothing arrives over time.
+    """
+    if not (isfinite(factor) and factor > 0.0):
+        raise ValueError(f"factor={factor}: must be a positive number")
+    if workload.saturated:
+        raise ValueError(
+            f"factor={factor}: every request of {workload.name} arrives at once, there is no load to scale"
+        )
+    arrivals_s = np.array([request.arrival_s for request in workload.requests]) / factor
+    return _with_arrivals(workload, arrivals_s, f"arrivals {factor:g} times as fast")
+
+
 def _trace_arrivals(workload: Workload, qps: float | None) -> Workload:
     if not workload.has_arrivals:
         raise ValueError(

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
-from tilebudget.autotune.selection import Contender, choose, chunking_buys_nothing, shortlist
+from tilebudget.autotune.objective import OBJECTIVES
+from tilebudget.autotune.selection import Contender, Judge, chunking_buys_nothing, shortlist
 from tilebudget.autotune.space import Candidate
 from tilebudget.autotune.trial import TrialRow
 
 VARIANCE = "bubble_fraction_4"
+JUDGE = Judge(objective=OBJECTIVES["throughput"], variance_metric=VARIANCE)
 
 
 def row(
@@ -29,7 +31,8 @@ def row(
         feasible=feasible,
         started_at="2026-01-01T00:00:00+00:00",
         elapsed_s=1.0,
-        violations=(excess, 0.0),
+        violations=(excess, 0.0, 0.0, 0.0),
+        score=speed,
         metrics={"total_tokens_per_s": speed, "tbt_p99_ms": tbt_ms, VARIANCE: bubble},
     )
 
@@ -41,7 +44,7 @@ def contender(budget: int, *rows: TrialRow, kind: str = "aligned") -> Contender:
 def test_throughput_outside_the_noise_decides() -> None:
     slow = contender(256, row(256, 100), row(256, 101), row(256, 102))
     fast = contender(512, row(512, 110, bubble=0.4), row(512, 111, bubble=0.4), row(512, 112, bubble=0.4))
-    choice = choose([slow, fast], VARIANCE)
+    choice = JUDGE.choose([slow, fast])
     assert (choice.status, choice.best, choice.ties) == ("feasible", fast, ())
 
 
@@ -51,7 +54,7 @@ def test_differences_inside_the_noise_are_a_tie_and_the_smallest_budget_wins() -
         contender(budget, *(row(budget, speed + drift, bubble=0.1 + drift / 1000) for drift in (-2, 0, 2)))
         for budget, speed in ((516, 100.9), (512, 100.0), (513, 100.5))
     ]
-    choice = choose(contenders, VARIANCE)
+    choice = JUDGE.choose(contenders)
     assert choice.best is not None
     assert choice.best.candidate.token_budget == 512
     assert choice.ties == (513, 516)
@@ -60,7 +63,7 @@ def test_differences_inside_the_noise_are_a_tie_and_the_smallest_budget_wins() -
 def test_among_ties_the_steadier_budget_wins() -> None:
     uneven = contender(256, row(256, 100, bubble=0.30), row(256, 104, bubble=0.31))
     steady = contender(512, row(512, 101, bubble=0.10), row(512, 105, bubble=0.11))
-    choice = choose([uneven, steady], VARIANCE)
+    choice = JUDGE.choose([uneven, steady])
     assert choice.best is steady
     assert choice.ties == (256,)
 
@@ -68,24 +71,24 @@ def test_among_ties_the_steadier_budget_wins() -> None:
 def test_one_broken_repeat_makes_a_contender_infeasible() -> None:
     shaky = contender(512, row(512, 200), row(512, 200, feasible=False, excess=0.1))
     safe = contender(256, row(256, 100), row(256, 100))
-    assert choose([shaky, safe], VARIANCE).best is safe
+    assert JUDGE.choose([shaky, safe]).best is safe
 
 
 def test_nothing_feasible_gives_the_closest() -> None:
     near = contender(128, row(128, 10, feasible=False, excess=0.2), row(128, 10, feasible=False, excess=0.3))
     far = contender(256, row(256, 99, feasible=False, excess=2.0))
-    choice = choose([far, near], VARIANCE)
+    choice = JUDGE.choose([far, near])
     assert (choice.status, choice.best) == ("infeasible", near)
 
 
 def test_no_tbt_is_no_data_not_met() -> None:
     """Case 9."""
-    choice = choose([contender(512, row(512, 100, tbt_ms=None, feasible=None))], VARIANCE)
+    choice = JUDGE.choose([contender(512, row(512, 100, tbt_ms=None, feasible=None))])
     assert choice.status == "no_data"
 
 
 def test_nothing_ran() -> None:
-    assert choose([contender(512)], VARIANCE).best is None
+    assert JUDGE.choose([contender(512)]).best is None
 
 
 def test_shortlist_prefers_feasible_then_fast_and_never_a_failure() -> None:
@@ -104,6 +107,6 @@ def test_chunking_buys_nothing_only_when_whole_prompts_are_as_fast() -> None:
     best = contender(512, row(512, 100), row(512, 102))
     whole = contender(1040, row(1040, 101), row(1040, 103), kind="whole_prompt")
     slower = contender(1040, row(1040, 90), row(1040, 92), kind="whole_prompt")
-    assert chunking_buys_nothing([best, whole], best, 1040) is whole
-    assert chunking_buys_nothing([best, slower], best, 1040) is None
-    assert chunking_buys_nothing([best, whole], best, 2048) is None
+    assert chunking_buys_nothing(JUDGE, [best, whole], best, 1040) is whole
+    assert chunking_buys_nothing(JUDGE, [best, slower], best, 1040) is None
+    assert chunking_buys_nothing(JUDGE, [best, whole], best, 2048) is None

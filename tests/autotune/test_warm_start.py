@@ -105,7 +105,9 @@ def test_a_profile_that_fails_leaves_the_study_without_predictions(
 
 def test_without_enough_feasible_budgets_the_nearest_to_the_slo_come_next() -> None:
     def one(budget: int, tbt_ms: float, rate: float, feasible: bool) -> Prediction:
-        return Prediction(token_budget=budget, tbt_p99_ms=tbt_ms, total_tokens_per_s=rate, feasible=feasible)
+        return Prediction(
+            token_budget=budget, tbt_p99_ms=tbt_ms, total_tokens_per_s=rate, feasible=feasible, score=rate
+        )
 
     found = [one(512, 40.0, 900.0, False), one(64, 9.0, 500.0, True), one(256, 25.0, 800.0, False)]
     assert suggest([*found, one(1024, 80.0, 950.0, False)]) == (64, 256, 512)

@@ -325,4 +325,4 @@ def test_same_as_pandas(rows: list[tuple[int, int, float]], policy: str) -> None
 )
 def test_bad_slo(settings_: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SLO(name="bad", **settings_)
+        SLO(name="bad", **settings_)  # type: ignore[arg-type]

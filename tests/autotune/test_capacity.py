@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from stair_device import StairDevice
+from tilebudget.autotune import TuneConfig, tune
+from tilebudget.autotune.capacity import bisect_rate, find_capacity
+from tilebudget.autotune.problem import unit_rate
+from tilebudget.engine import SLO, Engine, EngineConfig, Workload
+from tilebudget.engine.metrics import compute_metrics
+from tilebudget.engine.workload import scale_load
+
+CONFIG = TuneConfig(max_num_seqs=8, max_model_len=4096, max_budget=2048, objective="capacity")
+ENGINE = EngineConfig(token_budget=512, max_num_seqs=8, max_model_len=4096)
+
+
+@pytest.mark.parametrize("start_qps", [0.1, 3.0, 50.0])
+@pytest.mark.parametrize("truth", [0.9, 3.7, 12.0])
+def test_the_rate_is_bracketed_from_either_side(start_qps: float, truth: float) -> None:
+    found, _ = bisect_rate(lambda qps: qps <= truth, start_qps, 0.02)
+    assert truth / 1.02 <= found <= truth
+
+
+def test_a_rate_that_nothing_meets_is_zero() -> None:
+    found, lowest = bisect_rate(lambda qps: False, 8.0, 0.02)
+    assert (found, lowest) == (0.0, 8.0 / 2**8)
+
+
+def test_capacity_is_where_an_exhaustive_scan_of_rates_turns(workload: Workload) -> None:
+    """The limit on the queue decides here: 24 requests, median scheduling delay 20 ms."""
+    slo = SLO(name="test", tbt_s=0.03, max_scheduling_delay_s=0.02)
+    engine, arriving = Engine(StairDevice()), unit_rate(CONFIG, workload)
+    found = find_capacity(engine, arriving, ENGINE, slo)
+
+    def excess(qps: float) -> float:
+        metrics = compute_metrics(engine.run(scale_load(arriving, qps), ENGINE), slo)
+        return max(value for value in metrics.excesses(slo).values() if value is not None)
+
+    # With so few requests the queue does not grow with every step of the rate, so look a little further.
+    assert excess(found.qps) <= 0.0
+    assert max(excess(found.qps * (1.0 + step / 200.0)) for step in range(5)) > 0.0
+    assert min(excess(found.qps * (1.1 + step / 10.0)) for step in range(10)) > 0.0
+    assert found.metrics.feasible(slo) is True
+
+
+def test_every_rate_serves_the_same_requests_in_the_same_pattern(workload: Workload) -> None:
+    arriving = unit_rate(CONFIG, workload)
+    slow, fast = ([r.arrival_s for r in scale_load(arriving, qps).requests] for qps in (2.0, 8.0))
+    assert slow == pytest.approx([4.0 * arrival_s for arrival_s in fast])
+    assert [r.prompt_tokens for r in arriving.requests] == [r.prompt_tokens for r in workload.requests]
+
+
+def test_tune_maximises_capacity(tmp_path: Path, workload: Workload) -> None:
+    config = replace(CONFIG, tbt_slo="30ms", num_trials=6, num_contenders=2, repeats=2)
+    recommendation = tune(
+        config, executor=StairDevice(), workload=workload, edges=range(128, 2049, 128), run_dir=tmp_path / "run"
+    )
+    trials = pd.read_parquet(tmp_path / "run" / "trials.parquet")
+    search = trials[(trials["role"] == "search") & trials["feasible"].eq(True)]
+    best = search["capacity_qps"].max()
+    figure = recommendation.expected["capacity_qps"]
+    assert recommendation.objective == "capacity"
+    assert figure.value >= best / 1.02
+    assert f"Capacity is {figure.value:.3g} requests/s" in recommendation.verdict
+    assert recommendation.slo.scheduling_delay_p50_s == 2.0
+
+
+def test_a_rate_cannot_be_given_with_it() -> None:
+    with pytest.raises(ValueError, match=r"qps=2.0: objective=capacity searches for the rate"):
+        TuneConfig(objective="capacity", qps=2.0)
+    with pytest.raises(ValueError, match="arrivals='saturated': objective=capacity"):
+        TuneConfig(objective="capacity", arrivals="saturated")
