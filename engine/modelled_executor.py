@@ -159,14 +159,18 @@ def weight_bytes(model: ModelConfig, table: LatencyTable, num_layers: int, *, is
     return (layers_bytes + matrix * num_matrices * ELEMENT_BYTES) // table.tensor_parallel
 
 
+def kv_bytes_per_token(table: LatencyTable) -> int:
+    """Bytes of the keys and values of one token in the table's layers, on one GPU."""
+    shape = table.model
+    return 2 * shape.num_layers * shape.kv_heads_per_gpu(table.tensor_parallel) * shape.head_dim * ELEMENT_BYTES
+
+
 def num_kv_blocks(
     memory_bytes: int, weight_bytes: int, model_name: str, table: LatencyTable, config: EngineConfig
 ) -> int:
     """KV blocks of the table's layers in ``MEMORY_FRACTION`` of a GPU's memory after its weights. Raises
     OutOfMemoryError when they do not hold one request of ``max_model_len``."""
-    shape = table.model
-    kv_heads = shape.kv_heads_per_gpu(table.tensor_parallel)
-    block_bytes = 2 * shape.num_layers * kv_heads * shape.head_dim * ELEMENT_BYTES * config.block_size
+    block_bytes = kv_bytes_per_token(table) * config.block_size
     free_bytes = int(memory_bytes * MEMORY_FRACTION) - weight_bytes
     blocks = max(0, free_bytes // block_bytes)
     if blocks < config.max_blocks_per_seq:

@@ -63,7 +63,7 @@ class VllmV0(Scheduler):
 
 class Sarathi(Scheduler):
     """Stall-free batches: all decodes first, then the prompts that have begun, then new ones, each by the largest
-    chunk that the token budget still holds.
+    chunk that the token budget still holds. A new one that comes with its cache decodes at once.
 
     Source: Sarathi-Serve (OSDI'24), algorithm 3. vLLM V1, SGLang with mixed chunks and nano-vLLM follow it in spirit.
     """
@@ -82,6 +82,11 @@ class Sarathi(Scheduler):
             left -= tokens
         # A sequence preempted just now waits for the blocks it gave up, so it is not admitted back here.
         while left > 0 and not self._num_preempted and (admitted := self.admit_next()) is not None:
+            if admitted.num_computed and admitted.num_uncomputed == 1:
+                self.decoding.append(self.prefilling.pop())
+                decodes.append(admitted)
+                left -= 1
+                continue
             tokens = min(admitted.num_uncomputed, left)
             chunks.append(admitted)
             chunk_tokens.append(tokens)

@@ -14,14 +14,16 @@ import numpy.typing as npt
 class Request:
     """One request of a workload: when it arrives, how long its prompt is, how many tokens it generates.
 
-    Raises ValueError when a length is below 1, the arrival is negative, or the given token ids disagree
-    with ``prompt_tokens``.
+    The keys and values of the first ``cached_tokens`` of the prompt come with it, computed elsewhere (modelled devices
+    only). Raises ValueError when a length is below 1, the arrival is negative, no prompt token is left to compute, or
+    the given token ids disagree with ``prompt_tokens``.
     """
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
     prompt_token_ids: tuple[int, ...] | None = None
+    cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.arrival_s >= 0.0 or self.arrival_s == float("inf"):
@@ -30,6 +32,10 @@ class Request:
             raise ValueError(f"prompt_tokens={self.prompt_tokens}: must be at least 1")
         if self.output_tokens < 1:
             raise ValueError(f"output_tokens={self.output_tokens}: must be at least 1")
+        if not 0 <= self.cached_tokens < self.prompt_tokens:
+            raise ValueError(
+                f"cached_tokens={self.cached_tokens}: must be 0 or more, and below prompt_tokens={self.prompt_tokens}"
+            )
         if self.prompt_token_ids is not None and len(self.prompt_token_ids) != self.prompt_tokens:
             raise ValueError(
                 f"prompt_token_ids has {len(self.prompt_token_ids)} ids: prompt_tokens says {self.prompt_tokens}"
@@ -114,7 +120,7 @@ class Sequence:
         self.prompt_tokens = request.prompt_tokens
         self.output_tokens = request.output_tokens
         self.num_tokens = request.prompt_tokens
-        self.num_computed = 0
+        self.num_computed = request.cached_tokens
         self.num_generated = 0
         self.num_preemptions = 0
         self.slot = -1

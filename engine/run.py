@@ -110,10 +110,14 @@ def make_sequences(workload: Workload, device: Device, seed: int) -> list[Sequen
     """The engine's state for each request, with token ids where the executor needs them.
 
     A request without ids gets random ones, drawn by ``seed`` and its place in the workload alone, so that
-    every trial of a study sees the same prompts. Raises ValueError for an id outside the vocabulary.
+    every trial of a study sees the same prompts. Raises ValueError for an id outside the vocabulary, and for cached
+    tokens where the executor has a real cache, into which nothing can come from elsewhere.
     """
     if not device.needs_token_ids:
         return [Sequence(index, request) for index, request in enumerate(workload.requests)]
+    for index, request in enumerate(workload.requests):
+        if request.cached_tokens:
+            raise ValueError(f"cached_tokens={request.cached_tokens}: must be 0 in request {index}, on a real device")
     return [
         Sequence(index, request, _token_ids(index, request, device.vocab_size, seed))
         for index, request in enumerate(workload.requests)

@@ -81,13 +81,18 @@ def assert_same(one: RunRecord, other: RunRecord) -> None:
 
 
 REQUESTS = st.lists(
-    st.tuples(st.floats(0.0, 20.0), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=14
+    st.tuples(st.floats(0.0, 20.0), st.integers(1, 60), st.integers(1, 60), st.booleans()), min_size=1, max_size=14
 ).map(
     lambda rows: Workload(
         name="random",
         requests=tuple(
-            Request(arrival_s=arrival_s, prompt_tokens=prompt, output_tokens=output)
-            for arrival_s, prompt, output in sorted(rows)
+            Request(
+                arrival_s=arrival_s,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                cached_tokens=prompt - 1 if cached else 0,
+            )
+            for arrival_s, prompt, output, cached in sorted(rows)
         ),
     )
 )
