@@ -6,6 +6,7 @@ What the tables do not hold is derived, and marked so:
   query-key pairs more at the price that a pair has in long prompts (`pair_ms`); never less than one decode over
   the same context. On an A100 (FlashAttention, 32 query heads) a chunk of 1024 was measured to cost 0.103 us for each
   token of prefix, evenly from 704 to 3072 (Vidur's sweep); this rule says 0.103 from the vllm table;
+- heads of a size that was not measured: as many elements in heads of the nearest one that was;
 - norms, rotary embedding, activation, residual and embedding: their bytes at 80% of the memory bandwidth, and 3 us.
 - the time between kernels and iterations is 0 unless the caller knows better.
 """
@@ -171,8 +172,7 @@ def decode_surface(silicon: Silicon, model: ModelShape, tensor_parallel: int) ->
     requests with fewer ("transferred": as many heads of keys and values are read). Combinations beyond the table's
     memory go on along the KV length at the slope before ("derived").
     """
-    frame = _attention(silicon, "generation_attention_perf", model.head_dim)
-    heads, kv_heads = model.num_heads // tensor_parallel, model.kv_heads_per_gpu(tensor_parallel)
+    frame, heads, kv_heads, head_note = _attention(silicon, "generation_attention_perf", model, tensor_parallel)
     heads_used, kv_used = _nearest_heads(frame, heads, kv_heads)
     part = frame[(frame["num_heads"] == heads_used) & (frame["num_key_value_heads"] == kv_used)]
     part = part.assign(kv=part["isl"] + part["step"])
@@ -181,12 +181,13 @@ def decode_surface(silicon: Silicon, model: ModelShape, tensor_parallel: int) ->
     requests = grid.index.to_numpy(dtype=np.float64) * kv_used / kv_heads
     columns = grid.columns.to_numpy(dtype=np.int64)
     latency_ms = grid.to_numpy(dtype=np.float64, copy=True)
-    exact = (heads_used, kv_used) == (heads, kv_heads)
+    exact = not head_note and (heads_used, kv_used) == (heads, kv_heads)
     sources = np.full(latency_ms.shape, SOURCES.index("table" if exact else "transferred"), dtype=np.int8)
     for row in range(latency_ms.shape[0]):
         _continue_row(latency_ms[row], columns, sources[row])
     whole = (requests >= 1) & (requests % 1 == 0)
     note = "" if exact else f"{heads} heads, {kv_heads} KV heads taken from {heads_used} heads, {kv_used} KV heads"
+    note += head_note
     return Surface(
         rows=requests[whole].astype(np.int64),
         columns=columns,
@@ -199,15 +200,14 @@ def decode_surface(silicon: Silicon, model: ModelShape, tensor_parallel: int) ->
 
 def prefill_surface(silicon: Silicon, model: ModelShape, tensor_parallel: int, decode: Surface) -> Surface:
     """Prefill attention of one layer by (chunk, prefix), from whole prompts one at a time; see the module's head."""
-    frame = _attention(silicon, "context_attention_perf", model.head_dim)
-    heads, kv_heads = model.num_heads // tensor_parallel, model.kv_heads_per_gpu(tensor_parallel)
+    frame, heads, kv_heads, head_note = _attention(silicon, "context_attention_perf", model, tensor_parallel)
     frame = frame[(frame["batch_size"] == 1) & (frame["step"] == 0)]
     heads_used, kv_used = _nearest_heads(frame, heads, kv_heads)
     part = frame[(frame["num_heads"] == heads_used) & (frame["num_key_value_heads"] == kv_used)]
     causal = part.groupby("isl")["latency"].min()
     chunks = causal.index.to_numpy(dtype=np.int64)
     causal_ms = causal.to_numpy(dtype=np.float64)
-    exact = (heads_used, kv_used) == (heads, kv_heads)
+    exact = not head_note and (heads_used, kv_used) == (heads, kv_heads)
     if heads_used != heads:  # work goes with the query heads; the launch does not
         causal_ms = causal_ms[0] + (causal_ms - causal_ms[0]) * heads / heads_used
     prefix_ms = chunks[:, None] * PREFIXES[None, :] * pair_ms(chunks, causal_ms)[:, None]
@@ -220,7 +220,7 @@ def prefill_surface(silicon: Silicon, model: ModelShape, tensor_parallel: int, d
     std_ms[:, 0] = causal_ms * (0.02 if exact else TRANSFER_SPREAD)
     note = "prefixes are derived"
     if not exact:
-        note += f"; {heads} heads, {kv_heads} KV heads taken from {heads_used} heads, {kv_used} KV heads"
+        note += f"; {heads} heads, {kv_heads} KV heads taken from {heads_used} heads, {kv_used} KV heads{head_note}"
     return Surface(rows=chunks, columns=PREFIXES, latency_ms=latency_ms, std_ms=std_ms, sources=sources, note=note)
 
 
@@ -252,11 +252,17 @@ def _by_bytes(spec: SystemSpec, op: str, elements_per_token: int) -> StepCurve:
     return StepCurve.of(sweep, kind="lines")
 
 
-def _attention(silicon: Silicon, name: str, head_dim: int) -> pd.DataFrame:
-    """Rows of an attention table in bf16, without a window, of one head size."""
+def _attention(
+    silicon: Silicon, name: str, model: ModelShape, tensor_parallel: int
+) -> tuple[pd.DataFrame, int, int, str]:
+    """Rows of an attention table in bf16, without a window, of one head size; the query and KV heads of one GPU in
+    heads of that size; and a note where it is not the model's.
+
+    Heads of a size that was not measured are taken for fewer (or more) of the nearest size that was, with as many
+    elements of queries, keys and values in all: the same bytes and multiplications, another number of softmax rows.
+    """
     frame = silicon.frame("attention", name)
     wanted: Mapping[str, object] = {
-        "head_dim": head_dim,
         "attn_dtype": "bfloat16",
         "kv_cache_dtype": "bfloat16",
         "window_size": 0,
@@ -266,9 +272,19 @@ def _attention(silicon: Silicon, name: str, head_dim: int) -> pd.DataFrame:
         if column in frame.columns:
             frame = frame[frame[column] == value]
     frame = frame[frame["latency"] > 0]
-    if frame.empty:
-        raise SiliconError(f"{silicon.system} {silicon.framework} has no bf16 {name} for head_dim={head_dim}")
-    return frame
+    heads, kv_heads = model.num_heads // tensor_parallel, model.kv_heads_per_gpu(tensor_parallel)
+    if "head_dim" not in frame.columns and not frame.empty:
+        return frame, heads, kv_heads, ""
+    sizes = [] if frame.empty else [int(size) for size in frame["head_dim"].unique()]
+    if not sizes:
+        raise SiliconError(f"{silicon.system} {silicon.framework} has no bf16 {name} for head_dim={model.head_dim}")
+    size = min(sizes, key=lambda measured: (abs(float(np.log(measured / model.head_dim))), measured))
+    frame = frame[frame["head_dim"] == size]
+    if size == model.head_dim:
+        return frame, heads, kv_heads, ""
+    share = model.head_dim / size
+    note = f"; heads of {model.head_dim} taken for {share:g} times as many of {size}"
+    return frame, max(1, round(heads * share)), max(1, round(kv_heads * share)), note
 
 
 def _nearest_heads(frame: pd.DataFrame, heads: int, kv_heads: int) -> tuple[int, int]:

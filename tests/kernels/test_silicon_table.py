@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -168,16 +169,20 @@ def test_missing_tables_are_said(toy: Silicon) -> None:
         silicon_table(toy, odd, "bf16")
     with pytest.raises(SiliconError, match="no fp8 GEMM table"):
         silicon_table(toy, TOY, "fp8")
-    with pytest.raises(SiliconError, match="has no bf16 generation_attention_perf for head_dim=32"):
-        silicon_table(
-            toy,
-            ModelShape(
-                num_layers=2, hidden=256, num_heads=8, num_kv_heads=8, head_dim=32, intermediate=512, vocab_size=64
-            ),
-            "bf16",
-        )
     with pytest.raises(ValueError, match="tensor_parallel is 3"):
         silicon_table(toy, TOY, "bf16", 3)
+
+
+def test_heads_of_another_size_are_as_many_elements(toy: Silicon) -> None:
+    """8 heads of 32 read and multiply what 4 heads of 64 do, which the table has."""
+    small, measured = (replace(TOY, num_heads=heads, num_kv_heads=heads, head_dim=256 // heads) for heads in (8, 4))
+    one, other = (silicon_table(toy, shape, "bf16") for shape in (small, measured))
+    for surface, expected in ((one.prefill, other.prefill), (one.decode, other.decode)):
+        np.testing.assert_array_equal(surface.latency_ms, expected.latency_ms)
+        assert "heads of 32 taken for 0.5 times as many of 64" in surface.note
+    assert "heads of" not in other.decode.note
+    assert one.decode.source_at(2.0, 128.0) == "transferred"
+    assert other.decode.source_at(2.0, 128.0) == "table"
 
 
 def test_price_of_a_pair_is_that_of_long_prompts_and_rises_below_512_rows() -> None:
