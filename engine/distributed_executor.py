@@ -73,7 +73,7 @@ class DistributedExecutor:
             "dtype": self._setup.dtype,
             "tensor_parallel": partition.tensor_parallel,
             "pipeline_parallel": partition.num_stages,
-            "stage_layers": "+".join(map(str, partition.stage_layers)),
+            "stage_layers": ",".join(map(str, partition.stage_layers)),
             "num_hosts": self._group.num_hosts,
             "backend": "nccl" if self._setup.device == "cuda" else "gloo",
             **self._group.described,
