@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..engine import Engine, EngineConfig, Monitor, RunRecord, Workload
+from ..engine import EngineConfig, Monitor, RunRecord, Workload
 from ..engine.metrics import SLO, Metrics, compute_metrics
+from ..engine.server_engine import AnyEngine
 from ..engine.workload import assign_arrivals, scale_load
 from .objective import CAPACITY_RESOLUTION
 
@@ -31,7 +32,7 @@ class Capacity:
 
 
 def find_capacity(
-    engine: Engine,
+    engine: AnyEngine,
     workload: Workload,
     config: EngineConfig,
     slo: SLO,

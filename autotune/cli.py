@@ -17,8 +17,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..engine import Engine, EngineConfig, PipelinedExecutor
+from ..engine import EngineConfig, PipelinedExecutor
 from ..engine.metrics import compute_metrics
+from ..engine.server_engine import engine_on
 from ..engine.stage_launch import Torchrun, dismiss_torchrun_ranks, serve_torchrun_rank
 from ..engine.traces import load_prompts
 from ..kernels.errors import TileBudgetError
@@ -26,12 +27,13 @@ from ..reports import build_report
 from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
 from .console import TuneProgress, counting_progress, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
-from .options import DEVICE, ENGINE, RUNTIME, STUDY, TRAFFIC, Json, Setting, takes
+from .options import DEVICE, ENGINE, RUNTIME, SERVER, STUDY, TRAFFIC, Json, Setting, takes
 from .problem import load_workload, read_staircase, staircase_costs, workload_summary
 from .profiles import default_profile_path, profile_device
 from .recommendation import CONTAINER, FORMATS
 from .run_folder import default_run_dir
 from .schema import published_schema
+from .server import make_target
 from .store import NearestMatchWarning, load_recommendation
 from .tiles import analyse_device, analyse_sweep_file, predict_configs
 from .tuning import tune
@@ -58,7 +60,7 @@ def root(show_version: Annotated[bool, typer.Option("--version", help="Print the
 
 
 @app.command("tune")
-@takes(*DEVICE, *TRAFFIC, *STUDY, *ENGINE, *RUNTIME)
+@takes(*DEVICE, *SERVER, *TRAFFIC, *STUDY, *ENGINE, *RUNTIME)
 def tune_command(
     *,
     run_dir: Annotated[
@@ -90,7 +92,7 @@ def tune_command(
 
 
 @app.command("run")
-@takes(*DEVICE, *TRAFFIC, *ENGINE, *RUNTIME)
+@takes(*DEVICE, *SERVER, *TRAFFIC, *ENGINE, *RUNTIME)
 def run_command(
     *,
     token_budget: Annotated[str, typer.Option(help="Most tokens per iteration, or `unlimited`.")] = "512",
@@ -100,22 +102,26 @@ def run_command(
     as_json: Json = False,
     **settings: Setting,
 ) -> None:
-    """Run one budget under one policy and print its metrics; with --json and --prompts the greedy outputs too."""
+    """Run one budget under one policy and print its metrics; with --json and --prompts the greedy outputs too.
+
+    On a server that runs already (--base-url) the budget is the server's own.
+    """
     config = _config(settings)
-    executor = make_executor(config)
-    requests = load_prompts(prompts) if prompts is not None else load_workload(config, executor.max_position)
+    target = make_target(config, default_run_dir(config.model) / "logs")
+    requests = load_prompts(prompts) if prompts is not None else load_workload(config, target.max_position)
     engine_config = EngineConfig(
-        token_budget=_parse_budget(token_budget),
+        token_budget=_parse_budget(token_budget) if config.base_url is None else None,
         policy=config.policy,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=min(config.max_model_len, executor.max_position),
+        max_model_len=min(config.max_model_len, target.max_position),
         block_size=config.block_size,
         num_kv_blocks=config.num_kv_blocks,
         token_costs=staircase_costs(read_staircase(config)) if config.policy == "tile_aligned" else None,
         seed=config.seed,
     )
-    record = Engine(executor).run(requests, engine_config)
+    record = engine_on(target).run(requests, engine_config)
     metrics = compute_metrics(record).to_row()
+    server = {} if record.server is None else record.server.to_json()
     if as_json:
         document = {
             "metrics": metrics,
@@ -124,10 +130,11 @@ def run_command(
             "device": dict(record.device),
             "workload": workload_summary(requests),
             "engine": asdict(engine_config) | {"num_kv_blocks": record.num_kv_blocks},
+            **({"server": server} if server else {}),
         }
         print(json.dumps(document, default=str))
         return
-    for name, value in metrics.items():
+    for name, value in (metrics | server).items():
         print(f"{name:32} {'no data' if value is None else f'{value:,.4g}'}")
 
 
@@ -334,7 +341,7 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     """Print the message, field names in the words of the command line (``--max-num-seqs``)."""
     names = {field.name for owner in (TuneConfig, EngineConfig) for field in fields(owner)}
-    names |= {"max_tokens", "out", "time_limit"}
+    names |= {"max_tokens", "out", "time_limit", "command"}
     head, separator, rest = message.partition("=")
     if separator and head in names:
         message = f"--{head.replace('_', '-')}={rest}"

@@ -11,6 +11,7 @@ import torch
 
 from ..engine import POLICY_NAMES
 from ..engine.config import KERNELS
+from ..engine.server_command import served_model
 from ..engine.slo import parse_limit
 from ..kernels.silicon import FRAMEWORKS
 from .objective import OBJECTIVES
@@ -21,11 +22,13 @@ HOST_DEVICES = ("auto", "cpu", "cuda")
 #: A device of this name ending is the file of a profile.
 PROFILE_SUFFIX = ".json"
 
-#: What a CPU, a CUDA device and a modelled one get where the settings say None. A CPU's study is to end in about two
-#: minutes. A modelled run takes seconds for hours of traffic, so it serves the whole trace at the sizes of a server.
+#: What a CPU, a CUDA device, a server and a modelled device get where the settings say None. A CPU's study is to end in
+#: about two minutes. A server is started anew for every run. A modelled run takes seconds for hours of traffic, so it
+#: serves the whole trace at the sizes of a server.
 DEFAULTS_BY_DEVICE = {
     "cpu": {"num_requests": 24, "max_num_seqs": 8, "max_model_len": 1024, "num_trials": 12, "round_size": 1},
     "cuda": {"num_requests": 128, "max_num_seqs": 64, "max_model_len": 4096, "num_trials": 16, "round_size": 1},
+    "server": {"num_requests": 200, "max_num_seqs": 128, "max_model_len": 8192, "num_trials": 8, "round_size": 1},
     "modelled": {
         "num_requests": 2000,
         "max_num_seqs": 128,
@@ -35,6 +38,10 @@ DEFAULTS_BY_DEVICE = {
     },
 }
 _BY_DEVICE: Any = None
+DEFAULT_MODEL = "tiny-llama"
+ENGINES = ("builtin", "server")
+#: Servers whose command line is known here.
+SERVERS = ("vllm", "sglang", "trtllm")
 ARRIVALS = ("trace", "poisson", "fixed", "saturated")
 
 
@@ -62,12 +69,17 @@ class TuneConfig:
     repeats: extra runs of each contender, interleaved. A modelled device gives the same figures every time, so it runs
     each contender once more whatever ``repeats`` says.
     time_limit: seconds after which no further trial of the search, and no further round of repeats, is begun.
+    engine: ``builtin`` is ours; ``server`` starts a server for every run with the command line of ``server_command`` (a
+    template) or of ``server`` (vllm, sglang or trtllm, with ``server_args`` appended), or measures the one that runs at
+    ``base_url``. None means server when any of the three is given. ``model`` is then what the command names, unless
+    given; ``device`` and ``dtype`` only name what the recommendation holds for. ``port``: None takes a free one.
+    start_timeout, stall_timeout: seconds to wait for a server's health, and for any token while requests wait.
     warm_start: on a device here, profile it first, and begin with the budgets that the latency model expects most of.
 
     Raises ValueError that names the field, its value and the rule.
     """
 
-    model: str = "tiny-llama"
+    model: str = DEFAULT_MODEL
     device: str = "auto"
     kernels: str | None = None
     dtype: str = "auto"
@@ -99,18 +111,27 @@ class TuneConfig:
     num_threads: int | None = None
     time_limit: float | None = None
     warm_start: bool = True
+    engine: str | None = None
+    server: str | None = None
+    server_command: str | None = None
+    server_args: str = ""
+    base_url: str | None = None
+    port: int | None = None
+    start_timeout: float = 600.0
+    stall_timeout: float = 30.0
 
     @property
     def modelled(self) -> bool:
         """Whether the device's time comes from tables."""
-        return self.device not in HOST_DEVICES
+        return self.engine != "server" and self.device not in HOST_DEVICES
 
     @property
     def from_profile(self) -> bool:
         """Whether these tables are a profile's, which ``device`` then is the file of."""
-        return self.device.endswith(PROFILE_SUFFIX)
+        return self.modelled and self.device.endswith(PROFILE_SUFFIX)
 
     def __post_init__(self) -> None:
+        self._settle_engine()
         kind = self._device_kind()
         for name, value in DEFAULTS_BY_DEVICE[kind].items():
             if getattr(self, name) is None and not (name == "num_requests" and kind == "modelled" and self.trace):
@@ -177,8 +198,35 @@ class TuneConfig:
                 f"max_budget={self.max_budget}: must be at least min_budget={self.min_budget or self.max_num_seqs}"
             )
 
+    def _settle_engine(self) -> None:
+        sources = {"server": self.server, "command": self.server_command, "base_url": self.base_url}
+        given = [name for name, value in sources.items() if value is not None]
+        if self.engine is None:
+            object.__setattr__(self, "engine", "server" if given else "builtin")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine={self.engine!r}: must be one of {', '.join(ENGINES)}")
+        if self.engine == "builtin":
+            if given:
+                raise ValueError(f"{given[0]}={sources[given[0]]!r}: is for engine=server alone")
+            return
+        if len(given) != 1:
+            raise ValueError("engine='server': needs exactly one of server, command and base_url")
+        if self.server is not None and self.server not in SERVERS:
+            raise ValueError(f"server={self.server!r}: must be one of {', '.join(SERVERS)}")
+        if self.server_args and self.server is None:
+            raise ValueError(f"server_args={self.server_args!r}: needs server, to whose command it is appended")
+        if self.kernels is not None:
+            raise ValueError(f"kernels={self.kernels!r}: a server has its own")
+        if self.model == DEFAULT_MODEL and self.base_url is None:
+            model = served_model(self.server_command or "")
+            if model is None:
+                raise ValueError(f"model={self.model!r}: name the model that the server serves")
+            object.__setattr__(self, "model", model)
+
     def _device_kind(self) -> str:
         """Whose defaults apply. A profile was measured at the sizes of a study on its device, a CPU as a rule."""
+        if self.engine == "server":
+            return "server"
         if self.modelled and not self.from_profile:
             return "modelled"
         cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
@@ -196,7 +244,9 @@ class TuneConfig:
     def identity(self) -> dict[str, str | int | float | None]:
         """The settings that a resumed study must share; how far to search may differ."""
         settings = asdict(self)
-        for name in ("num_trials", "repeats", "num_contenders", "time_limit", "warm_start"):
+        # How far to search, and how a server is reached, change no figure.
+        search = ("num_trials", "repeats", "num_contenders", "time_limit", "warm_start")
+        for name in (*search, "port", "start_timeout", "stall_timeout"):
             settings.pop(name)
         settings["trace"] = None if self.trace is None else self.trace.name
         return settings

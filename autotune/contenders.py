@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from ..engine import PAPER_POLICIES, RunRecord
+from ..engine.server_engine import ServerEngine
 from ..engine.workload import scale_load
 from .problem import Problem
 from .selection import Choice, Contender, promising, shortlist
@@ -119,7 +120,7 @@ def check_drift(
 def compare_policies(problem: Problem, runner: TrialRunner, choice: Choice, progress: ProgressSink) -> list[RunPair]:
     """The paper's policies, and the study's own where it is another, once on the same requests at the chosen budget;
     under ``capacity`` at that budget's rate."""
-    if choice.best is None:
+    if choice.best is None or isinstance(problem.executor, ServerEngine):  # a server has its own policy and no other
         return []
     policies = tuple(dict.fromkeys((*PAPER_POLICIES, problem.config.policy)))
     runner = _at_capacity(runner, choice.best)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from ..engine.executor import AnyExecutor
+from ..engine.server_engine import ServerEngine, Target
 from .file_lock import FileLock
 
 _log = logging.getLogger(__name__)
 
 
-def device_lock(executor: AnyExecutor) -> AbstractContextManager[object]:
+def device_lock(executor: Target) -> AbstractContextManager[object]:
     """A context manager within which no other process of this machine runs on the executor's device.
 
     It waits for its turn, and says whose turn it is. A modelled device, whose time nothing disturbs, needs none.
@@ -29,9 +29,12 @@ def device_lock(executor: AnyExecutor) -> AbstractContextManager[object]:
     return FileLock(path, f"device {name}", on_wait=lambda message: _log.warning("%s; waiting for it", message))
 
 
-def _device_id(executor: AnyExecutor) -> str:
+def _device_id(executor: Target) -> str:
     """What all processes of this machine call the device: a GPU's serial, whatever its number is for this process."""
-    device = str(executor.describe()["device"])
+    described = executor.describe()
+    device = str(described["device"])
+    if isinstance(executor, ServerEngine):  # torch is not asked: it would take memory of the GPU that the server wants
+        return str(described.get("base_url", f"{device} {described.get('gpu_uuid', '')}".rstrip()))
     if device == "cuda":
         return f"cuda {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     return device

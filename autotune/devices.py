@@ -11,6 +11,7 @@ from ..engine import AnyExecutor
 from ..engine.device import device_name
 from ..engine.distributed_executor import distributed_executor
 from ..engine.modelled_executor import ModelledExecutor
+from ..engine.server_engine import Target
 from ..engine.stage_launch import Torchrun
 from ..engine.torch_executor import TorchExecutor
 from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, list_systems, system_spec
@@ -114,7 +115,7 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def visible_gpus(executor: AnyExecutor) -> tuple[str, ...]:
+def visible_gpus(executor: Target) -> tuple[str, ...]:
     """The GPUs that this process sees, in the words of ``CUDA_VISIBLE_DEVICES``; none where the executor uses none."""
     if executor.describe()["device"] != "cuda":
         return ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 Argument = str | int | bool
@@ -98,6 +98,33 @@ def sarathi_args(settings: ServerSettings) -> dict[str, Argument]:
         "parallel_config_tensor_parallel_size": settings.tensor_parallel,
         "parallel_config_pipeline_parallel_size": settings.pipeline_parallel,
     }
+
+
+#: The arguments of each server, by its name.
+SERVER_ARGS: Mapping[str, Callable[[ServerSettings], dict[str, Argument]]] = {
+    "vllm": vllm_args,
+    "sglang": sglang_args,
+    "trtllm": trtllm_args,
+    "sarathi": sarathi_args,
+}
+
+#: What stands before the model in each server's launch line, and what joins the words of its flags.
+_LAUNCHERS = {
+    "vllm": ("vllm serve", "-"),
+    "sglang": ("python -m sglang.launch_server --model-path", "-"),
+    "trtllm": ("trtllm-serve", "_"),
+    "sarathi": ("python -m sarathi.entrypoints.openai.api_server --model_config_model", "_"),
+}
+
+
+def server_flags(server: str, arguments: Mapping[str, Argument]) -> str:
+    """``arguments`` as the flags of ``server``, one of ``SERVER_ARGS``."""
+    return to_flags(arguments, separator=_LAUNCHERS[server][1])
+
+
+def launch_line(server: str, model: str, arguments: Mapping[str, Argument]) -> str:
+    """The whole launch line of ``server`` with ``arguments``."""
+    return f"{_LAUNCHERS[server][0]} {shlex.quote(model)} {server_flags(server, arguments)}"
 
 
 def to_words(arguments: Mapping[str, Argument], *, separator: str = "-") -> list[str]:

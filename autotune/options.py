@@ -131,12 +131,46 @@ OPTIONS: dict[str, object] = {
         bool,
         typer.Option(help="On a device here: profile it first, and begin with the budgets that a model of it favours."),
     ],
+    "engine": Annotated[
+        str | None,
+        typer.Option(help="builtin, or server: a real one over HTTP. Default: server where one is named."),
+    ],
+    "server": Annotated[
+        str | None, typer.Option(help="vllm, sglang or trtllm: start that server for every run, by its usual command.")
+    ],
+    "server_command": Annotated[
+        str | None,
+        typer.Option(
+            "--command",
+            help="Start this server for every run: a command line with {token_budget} and {port}, and {model}, "
+            "{max_num_seqs}, {max_model_len} where wanted; leading NAME=value words are environment.",
+        ),
+    ],
+    "server_args": Annotated[str, typer.Option(help="More arguments for the command of --server.")],
+    "base_url": Annotated[
+        str | None, typer.Option(help="Measure the server that runs there, as it is, such as http://127.0.0.1:8000.")
+    ],
+    "port": Annotated[int | None, typer.Option(help="Port of a server that is started. Default: a free one.")],
+    "start_timeout": Annotated[float, typer.Option(help="Seconds that a server may take to be healthy.")],
+    "stall_timeout": Annotated[
+        float, typer.Option(help="Seconds without any token, while requests wait, that fail a run on a server.")
+    ],
 }
 
 DEVICE = ("model", "device", "kernels", "dtype", "tensor_parallel", "pipeline_parallel")
 TRAFFIC = ("trace", "workload", "num_requests", "arrivals", "qps", "overlong")
 ENGINE = ("policy", "max_num_seqs", "max_model_len", "block_size", "num_kv_blocks")
 RUNTIME = ("seed", "num_threads")
+SERVER = (
+    "engine",
+    "server",
+    "server_command",
+    "server_args",
+    "base_url",
+    "port",
+    "start_timeout",
+    "stall_timeout",
+)
 STUDY = (
     "objective",
     "tbt_slo",

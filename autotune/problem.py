@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..engine import AnyExecutor, Engine, EngineConfig, Workload
+from ..engine import AnyExecutor, EngineConfig, Workload
 from ..engine.metrics import SLO
 from ..engine.modelled_executor import ModelledExecutor
 from ..engine.presets import preset_workload
+from ..engine.server_engine import Target, engine_on
 from ..engine.slo import ReferenceDecode, parse_limit, reference_decode, resolve_slo
 from ..engine.token_costs import TokenCosts
 from ..engine.traces import load_trace
@@ -43,7 +44,7 @@ class Problem:
     """Everything that the runs of one study share."""
 
     config: TuneConfig
-    executor: AnyExecutor
+    executor: Target
     workload: Workload
     engine_config: EngineConfig
     slo: SLO
@@ -62,7 +63,7 @@ class Problem:
 
     def make_runner(self, predictions: Mapping[int, Prediction] | None = None) -> TrialRunner:
         """What runs the trials; ``predictions`` are the latency model's, by budget."""
-        engine = Engine(self.executor)
+        engine = engine_on(self.executor)
         return TrialRunner(engine, self.workload, self.engine_config, self.slo, predictions, self.objective)
 
     @property
@@ -110,11 +111,12 @@ class DeviceFacts:
     """What was read off the device when the study began; a resumed study keeps it, so that all its trials are held to
     one SLO. ``edges``: token counts after which one more token costs a step, and ``edge_sources`` where each is from.
     ``token_costs`` is what the ``tile_aligned`` policy goes by; None where nothing tells.
-    ``staircase`` is what they were read from; None where they were given, or come from an earlier run's file.
+    ``staircase`` is what they were read from; None where they were given, or come from an earlier run's file. A server
+    has no ``reference`` under an SLO that needs none, and sizes its KV cache itself.
     """
 
-    reference: ReferenceDecode
-    num_kv_blocks: int
+    reference: ReferenceDecode | None
+    num_kv_blocks: int | None
     edges: tuple[int, ...]
     edge_sources: tuple[str, ...]
     token_costs: TokenCosts | None = None
@@ -122,23 +124,24 @@ class DeviceFacts:
 
     def to_json(self) -> dict[str, object]:
         """The object of ``profile.json``, but for the candidates."""
-        reference = asdict(self.reference)
+        reference = self.reference
         return {
             "edges": [
                 {"tokens": edge, "source": source} for edge, source in zip(self.edges, self.edge_sources, strict=True)
             ],
             "num_kv_blocks": self.num_kv_blocks,
             "token_costs": None if self.token_costs is None else asdict(self.token_costs),
-            "reference_decode": {"duration_ms": self.reference.duration_s * 1e3, **reference},
+            "reference_decode": reference and {"duration_ms": reference.duration_s * 1e3, **asdict(reference)},
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DeviceFacts:
         """The inverse of ``to_json``. Raises KeyError or TypeError when ``data`` is something else."""
-        reference = {field.name: data["reference_decode"][field.name] for field in fields(ReferenceDecode)}
+        stored = data["reference_decode"]
+        reference = stored and ReferenceDecode(**{field.name: stored[field.name] for field in fields(ReferenceDecode)})
         costs = data.get("token_costs")  # absent in folders of before the policy that uses it
         return cls(
-            reference=ReferenceDecode(**reference),
+            reference=reference,
             num_kv_blocks=data["num_kv_blocks"],
             edges=tuple(edge["tokens"] for edge in data["edges"]),
             edge_sources=tuple(edge["source"] for edge in data["edges"]),
@@ -150,14 +153,14 @@ def read_device(
     config: TuneConfig, executor: AnyExecutor, workload: Workload, edges: Iterable[int] | None
 ) -> DeviceFacts:
     """Measure the reference decode iteration and settle KV size and edges."""
-    _, max_budget = _bounds(config, workload)
+    _, max_budget = budget_bounds(config, workload)
     staircase = read_staircase(config) if edges is None else None
     found = dict.fromkeys(thin_edges(edges or ()), "given")
     costs = TokenCosts.from_edges(found) if found else None
     if staircase is not None:
         found = staircase_edges(staircase, max_budget)
         costs = staircase_costs(staircase)
-    engine_config = _engine_config(config, executor, config.num_kv_blocks, costs)
+    engine_config = make_engine_config(config, executor, config.num_kv_blocks, costs)
     num_kv_blocks = config.num_kv_blocks or executor.default_num_kv_blocks(engine_config)
     return DeviceFacts(
         reference=reference_decode(executor, engine_config),  # sized by memory, not by this study's cache
@@ -208,20 +211,21 @@ def _measured_kernel(kernels: str | None) -> str | None:
     return kernels if kernels in GEMM_KERNELS else None
 
 
-def state_problem(config: TuneConfig, executor: AnyExecutor, workload: Workload, facts: DeviceFacts) -> Problem:
+def state_problem(config: TuneConfig, executor: Target, workload: Workload, facts: DeviceFacts) -> Problem:
     """Everything that the runs of the study share."""
-    min_budget, max_budget = _bounds(config, workload)
+    min_budget, max_budget = budget_bounds(config, workload)
+    whole_prompt = max(request.prompt_tokens for request in workload.requests) + config.max_num_seqs
     space = SearchSpace(
         facts.edges,
         min_budget=min_budget,
         max_budget=max_budget,
-        whole_prompt=max(request.prompt_tokens for request in workload.requests) + config.max_num_seqs,
+        whole_prompt=whole_prompt if config.base_url is None else None,  # a running server keeps its budget
     )
     return Problem(
         config=config,
         executor=executor,
         workload=unit_rate(config, workload) if config.objective == "capacity" else workload,
-        engine_config=_engine_config(config, executor, facts.num_kv_blocks, facts.token_costs),
+        engine_config=make_engine_config(config, executor, facts.num_kv_blocks, facts.token_costs),
         slo=resolve_slo(
             config.tbt_slo,
             facts.reference,
@@ -233,9 +237,10 @@ def state_problem(config: TuneConfig, executor: AnyExecutor, workload: Workload,
     )
 
 
-def _engine_config(
-    config: TuneConfig, executor: AnyExecutor, num_kv_blocks: int | None, token_costs: TokenCosts | None
+def make_engine_config(
+    config: TuneConfig, executor: Target, num_kv_blocks: int | None, token_costs: TokenCosts | None
 ) -> EngineConfig:
+    """What the runs of a study share, at the smallest budget that holds every decode."""
     return EngineConfig(
         token_budget=config.max_num_seqs,
         policy=config.policy,
@@ -248,7 +253,7 @@ def _engine_config(
     )
 
 
-def _bounds(config: TuneConfig, workload: Workload) -> tuple[int, int]:
+def budget_bounds(config: TuneConfig, workload: Workload) -> tuple[int, int]:
     """Smallest and largest budget of the space."""
     min_budget = config.min_budget or config.max_num_seqs
     return min_budget, config.max_budget or max(min_budget, min(DEFAULT_MAX_BUDGET, workload.num_prompt_tokens))

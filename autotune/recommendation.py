@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -76,7 +75,8 @@ class SLOInfo:
 class EngineSettings:
     """The engine settings under which the budget was found; they belong to the recommendation.
 
-    ``model`` is what was given: a name or a folder's path (the key holds the folder's name alone).
+    ``model`` is what was given: a name or a folder's path (the key holds the folder's name alone). ``num_kv_blocks`` is
+    None where a server sized its cache itself.
     """
 
     model: str
@@ -84,7 +84,7 @@ class EngineSettings:
     max_num_seqs: int
     max_model_len: int
     block_size: int
-    num_kv_blocks: int
+    num_kv_blocks: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,14 +205,10 @@ class Recommendation:
         ``container`` of a deployment run vLLM so. ``json``: all of it. ``page_size`` is SGLang's. Raises ValueError for
         an unknown format.
         """
-        if format_name == "vllm":
-            return exports.to_flags(self.vllm_args())
         if format_name == "sglang":
-            return exports.to_flags(self.sglang_args(page_size=page_size))
-        if format_name == "trtllm":
-            return exports.to_flags(self.trtllm_args(), separator="_")
-        if format_name == "sarathi":
-            return exports.to_flags(self.sarathi_args(), separator="_")
+            return exports.server_flags("sglang", self.sglang_args(page_size=page_size))
+        if format_name in exports.SERVER_ARGS:
+            return exports.server_flags(format_name, self._arguments(exports.SERVER_ARGS[format_name]))
         if format_name == "env":
             return exports.to_environment(self.vllm_args())
         if format_name == "vllm-yaml":
@@ -228,13 +224,9 @@ class Recommendation:
         """The whole launch line of each server; empty when there is no budget."""
         if self.token_budget is None:
             return {}
-        model = shlex.quote(self.engine.model)
         return {
-            "vllm": f"vllm serve {model} {self.export('vllm')}",
-            "sglang": f"python -m sglang.launch_server --model-path {model} {self.export('sglang')}",
-            "trtllm": f"trtllm-serve {model} {self.export('trtllm')}",
-            "sarathi": f"python -m sarathi.entrypoints.openai.api_server --model_config_model {model} "
-            f"{self.export('sarathi')}",
+            server: exports.launch_line(server, self.engine.model, self._arguments(arguments))
+            for server, arguments in exports.SERVER_ARGS.items()
         }
 
     def assert_matches(

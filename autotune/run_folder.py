@@ -38,6 +38,11 @@ class RunFolder:
         """Optuna's journal file."""
         return self.path / JOURNAL_NAME
 
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs of a server that the study starts, one for each run; there once it has started one."""
+        return self.path / "logs"
+
     def locked(self) -> FileLock:
         """A context manager within which no other study writes here; LockedError, with its name, where one does."""
         return FileLock(

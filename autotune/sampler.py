@@ -150,7 +150,9 @@ def outcome(row: TrialRow, variance_metric: str) -> tuple[TrialState, list[float
     constraints = list(row.violations) or [0.0] * len(LIMITED)
     if row.state != "complete":
         return _STATES[row.state], None, constraints
-    values = [row.score, row.metric(variance_metric)]
+    variance = row.metric(variance_metric)
+    # The iterations of a server are not seen: without data on their variance all budgets are alike in it.
+    values = [row.score, 0.0 if math.isnan(variance) else variance]
     # Optuna takes no NaN, which a run too short for the pipeline's metric has.
     return (
         (TrialState.FAIL, None, constraints)

@@ -13,6 +13,7 @@ from ..engine import Engine, Workload
 from ..engine.hf_config import resolve_model
 from ..engine.metrics import QUANTILE_FIELDS, SLO
 from ..engine.modelled_executor import ModelledExecutor
+from ..engine.server_engine import AnyEngine, engine_on
 from ..engine.workload import clip_lengths, scale_load
 from ..kernels.latency import LatencyTable
 from .problem import Problem
@@ -89,7 +90,8 @@ def scale_prompts(workload: Workload, factor: float, max_model_len: int) -> Work
 
 def meets(row: TrialRow, slo: SLO, *, saturated: bool) -> bool:
     """Whether a complete run met ``slo``, which need not be the one that it was run for."""
-    delay_ms = row.metric("scheduling_delay_p50_ms")
+    # As ``Metrics.queueing_p50_s``: where a server does not tell the delay, TTFT stands in.
+    delay_ms = row.metric("scheduling_delay_p50_ms" if row.metrics.get("scheduling_delay_count") else "ttft_p50_ms")
     if not saturated and slo.max_scheduling_delay_s is not None and delay_ms > slo.max_scheduling_delay_s * 1e3:
         return False
     limits = [("tbt_p99_ms", slo.tbt_s)]
@@ -112,7 +114,7 @@ def _under(
     if change.of_slo and problem.objective.name == "throughput":
         known = _judged_again(search_rows, change.slo, problem)
     if exact:
-        scores = _run_window(problem, change, Engine(problem.executor), budgets, recommended, known)
+        scores = _run_window(problem, change, engine_on(problem.executor), budgets, recommended, known)
         return _state(change.name, recommended, scores, "")
     if change.of_slo:
         return _state(change.name, recommended, known, "by the trials that ran to their end")
@@ -146,7 +148,7 @@ def _judged_again(rows: Sequence[TrialRow], slo: SLO, problem: Problem) -> dict[
 def _run_window(
     problem: Problem,
     change: Change,
-    engine: Engine,
+    engine: AnyEngine,
     budgets: Sequence[int],
     recommended: int,
     known: Mapping[int, float | None],

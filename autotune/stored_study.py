@@ -14,7 +14,8 @@ from typing import Any
 
 import optuna
 
-from ..engine import AnyExecutor, Workload
+from ..engine import Workload
+from ..engine.server_engine import Target
 from .config import TuneConfig
 from .environment import mask_passwords
 from .file_lock import LockedError
@@ -84,7 +85,7 @@ class StoredStudy:
         return None if setting is None else DeviceFacts.from_json(setting["facts"])
 
     def write_setting(
-        self, config: TuneConfig | None, facts: DeviceFacts, workload: Workload, executor: AnyExecutor
+        self, config: TuneConfig | None, facts: DeviceFacts, workload: Workload, executor: Target
     ) -> None:
         """Keep what a worker needs to know. ``config`` is None where no settings can name executor and workload."""
         setting = {
@@ -105,7 +106,7 @@ class StoredStudy:
             )
         return TuneConfig.from_json(setting["config"])
 
-    def check_same(self, workload: Workload, executor: AnyExecutor) -> None:
+    def check_same(self, workload: Workload, executor: Target) -> None:
         """Raise ValueError unless this process has the study's requests and the study's device."""
         setting = self._setting() or {}
         if workload_digest(workload) != setting["workload"]:
@@ -218,6 +219,6 @@ def workload_digest(workload: Workload) -> str:
     return digest.hexdigest()
 
 
-def _device(executor: AnyExecutor) -> dict[str, str | int | float]:
+def _device(executor: Target) -> dict[str, str | int | float]:
     described = executor.describe()
     return {name: described[name] for name in DEVICE_FIELDS if name in described}

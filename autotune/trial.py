@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from time import perf_counter
 from typing import cast
 
-from ..engine import Engine, EngineConfig, Monitor, RunRecord, Workload
+from ..engine import EngineConfig, Monitor, RunRecord, Workload
 from ..engine.metrics import SLO, Metrics, compute_metrics
+from ..engine.server_engine import AnyEngine, ServerEngine
 from ..engine.slo import sound_stop
 from .capacity import find_capacity
 from .device_lock import device_lock
@@ -84,7 +85,7 @@ class TrialRunner:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AnyEngine,
         workload: Workload,
         base: EngineConfig,
         slo: SLO,
@@ -121,7 +122,7 @@ class TrialRunner:
         record: RunRecord | None = None
         try:
             config = replace(self.base, token_budget=candidate.token_budget, policy=row.policy)
-            with device_lock(self.engine.executor):
+            with device_lock(self.engine if isinstance(self.engine, ServerEngine) else self.engine.executor):
                 record, metrics, qps = self._measure(config, prune)
             row = self._score(row, record, metrics, qps)
         except Exception as error:  # a failed trial is a result: kept with its reason

@@ -11,19 +11,20 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from ..engine import AnyExecutor, Workload
+from ..engine import Workload
 from ..engine.metrics import QUANTILE_FIELDS, SLO
 from ..engine.modelled_executor import ModelledExecutor
+from ..engine.server_engine import Target
 from ..kernels.latency import LatencyTable
 from ..reports import build_report
 from .confidence import state_confidence
 from .config import TuneConfig
 from .contenders import ProgressSink, check_drift, compare_policies, repeat_contenders
 from .device_lock import device_lock
-from .devices import make_executor, visible_gpus
+from .devices import visible_gpus
 from .environment import command_line, package_versions, source_commit
 from .parallel import LocalWorkers, num_cores
-from .problem import Problem, load_workload, read_device, state_problem, workload_summary
+from .problem import Problem, load_workload, state_problem, workload_summary
 from .recommendation import (
     Alternative,
     Confidence,
@@ -38,6 +39,7 @@ from .recommendation import (
 from .run_folder import RunFolder, default_run_dir
 from .selection import Choice, Contender, rule
 from .sensitivity import find_sensitivity
+from .server import check_server_study, make_target, read_target
 from .store import save_recommendation
 from .stored_study import STUDY_NAME, StoredStudy
 from .study import BudgetStudy
@@ -64,7 +66,7 @@ EXPECTED_METRICS = (
 def tune(
     config: TuneConfig | None = None,
     *,
-    executor: AnyExecutor | None = None,
+    executor: Target | None = None,
     workload: Workload | None = None,
     edges: Iterable[int] | None = None,
     run_dir: Path | None = None,
@@ -91,12 +93,13 @@ def tune(
     """
     # Settings alone make a config of their own, for some defaults depend on the device.
     config = replace(config, **settings) if config else TuneConfig(**settings)  # type: ignore[arg-type]
+    check_server_study(config)
     folder = RunFolder(run_dir or default_run_dir(config.model))
     command = command or command_line()
     report_progress = progress or (lambda phase, done, planned, row: None)
     with folder.locked():
         nameable = executor is None and workload is None
-        executor = executor or make_executor(config)
+        executor = executor or make_target(config, folder.logs)
         workload = workload or load_workload(config, executor.max_position)
         where = storage or str(folder.journal)
         name = study_name or (STUDY_NAME if storage is None else folder.path.resolve().name)
@@ -105,7 +108,7 @@ def tune(
             facts = stored.read_facts()
             resumed = facts is not None
             with device_lock(executor):
-                facts = facts or read_device(config, executor, workload, edges)
+                facts = facts or read_target(config, executor, workload, edges)
                 problem = state_problem(config, executor, workload, facts)
                 # A modelled device is the model already.
                 asks_model = config.warm_start and not executor.virtual_time
@@ -163,7 +166,7 @@ def _start_workers(
     storage: str,
     study_name: str,
     config: TuneConfig,
-    executor: AnyExecutor,
+    executor: Target,
     workload: Workload,
 ) -> LocalWorkers:
     """The workers beside this process, which wait until the study is there."""
@@ -189,7 +192,7 @@ def _recommend(
     sensitivity: Sequence[Sensitivity],
 ) -> Recommendation:
     config, best = problem.config, choice.best
-    device = problem.executor.describe()
+    device, reference = problem.executor.describe(), problem.facts.reference
     expected: dict[str, Figure] = {}
     for metric in dict.fromkeys((*EXPECTED_METRICS, problem.objective.metric, *_limited_metrics(problem.slo))):
         spread = best.spread(metric) if best is not None else None
@@ -211,8 +214,8 @@ def _recommend(
             name=problem.slo.name,
             tbt_p99_ms=problem.slo.tbt_s * 1e3,
             scheduling_delay_p50_s=None if problem.workload.saturated else problem.slo.max_scheduling_delay_s,
-            reference_decode_ms=problem.facts.reference.duration_s * 1e3,
-            note=problem.facts.reference.note,
+            reference_decode_ms=None if reference is None else reference.duration_s * 1e3,
+            note="" if reference is None else reference.note,
             **_limits(problem.slo),
         ),
         expected=expected,
@@ -269,7 +272,7 @@ def _limits(slo: SLO) -> dict[str, float]:
     }
 
 
-def _table(executor: AnyExecutor) -> LatencyTable | None:
+def _table(executor: Target) -> LatencyTable | None:
     return executor.table if isinstance(executor, ModelledExecutor) else None
 
 

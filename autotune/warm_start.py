@@ -17,6 +17,7 @@ from ..engine.hf_config import resolve_model
 from ..engine.model_config import ModelConfig
 from ..engine.modelled_executor import ModelledExecutor
 from ..engine.profile import measure_profile
+from ..engine.server_engine import ServerEngine
 from ..kernels.latency import LatencyTable
 from ..kernels.latency_file import table_from_json, table_to_json
 from .objective import THROUGHPUT
@@ -60,6 +61,8 @@ def warm_start(problem: Problem, folder: RunFolder, *, resumed: bool) -> WarmSta
     if resumed:
         return _stored(folder)
     executor = problem.executor
+    if isinstance(executor, ServerEngine):
+        return WarmStart(predictions={}, note="no predictions: a server's iterations are not ours to profile")
     if isinstance(executor, PipelinedExecutor):
         return WarmStart(predictions={}, note="no predictions: the iterations of a pipeline are not profiled")
     began = perf_counter()
@@ -142,10 +145,11 @@ def _model(problem: Problem) -> ModelConfig:
 def _expected_study_s(problem: Problem) -> float:
     """A guess before anything has run: every output token in a full batch of reference decodes, and prefill as long
     again, for each run of the study."""
-    config = problem.config
+    config, reference = problem.config, problem.facts.reference
+    assert reference is not None, "only a server's study may have none"
     num_runs = config.num_trials + config.num_contenders * config.repeats
     iterations = 2 * problem.workload.num_output_tokens / config.max_num_seqs
-    return num_runs * iterations * problem.facts.reference.duration_s
+    return num_runs * iterations * reference.duration_s
 
 
 def _precedence(candidate: Candidate) -> tuple[int, int]:

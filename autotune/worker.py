@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ..engine import AnyExecutor, Workload
+from ..engine import Workload
+from ..engine.server_engine import Target
 from .config import TuneConfig
-from .devices import make_executor
 from .parallel import is_orphan
 from .problem import load_workload, state_problem
+from .run_folder import default_run_dir
+from .server import make_target
 from .space import Candidate, SearchSpace
 from .storages import Pause
 from .stored_study import StoredStudy
@@ -30,7 +32,7 @@ def work(
     trace: Path | None = None,
     wait_limit_s: float = WAIT_LIMIT_S,
     parent: int | None = None,
-    given: tuple[TuneConfig, AnyExecutor, Workload] | None = None,
+    given: tuple[TuneConfig, Target, Workload] | None = None,
 ) -> int:
     """Join a study and run its trials until its search is over, or no trial came for ``wait_limit_s``, or the process
     ``parent`` has ended; returns how many were run here.
@@ -42,7 +44,7 @@ def work(
     if given is None:
         config = stored.read_config()
         config = config if trace is None else replace(config, trace=trace)
-        executor = make_executor(config)
+        executor = make_target(config, default_run_dir(config.model) / "logs")
         workload = load_workload(config, executor.max_position)
         stored.check_same(workload, executor)
     else:

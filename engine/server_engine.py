@@ -21,6 +21,8 @@ from time import monotonic, sleep
 import numpy as np
 
 from .config import EngineConfig
+from .engine import Engine
+from .executor import AnyExecutor
 from .record import FloatArray, Iterations, Requests, RunRecord, busy_span_s
 from .request import Workload
 from .run import Monitor
@@ -276,3 +278,15 @@ def _next_log(folder: Path, token_budget: int | None) -> Path:
 def _fresh() -> int:
     """A seed that no earlier run had."""
     return int.from_bytes(os.urandom(8), "big")
+
+
+#: What serves the runs of a study: an executor under our engine, or a server.
+Target = AnyExecutor | ServerEngine
+
+#: What runs workloads.
+AnyEngine = Engine | ServerEngine
+
+
+def engine_on(target: Target) -> AnyEngine:
+    """The engine that runs workloads on ``target``: ours over an executor; a server is its own."""
+    return target if isinstance(target, ServerEngine) else Engine(target)

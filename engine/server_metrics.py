@@ -59,10 +59,14 @@ class ServerView:
     event_gaps_s: npt.NDArray[np.float64]
     num_shared_events: int
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, float | None]:
         """The same for a JSON document, the gaps as percentiles in ms; None where there is no gap."""
         levels = (50, 90, 99)
-        gaps_ms = np.percentile(self.event_gaps_s, levels) * 1e3 if len(self.event_gaps_s) else [None] * len(levels)
+        gaps_ms = (
+            (np.percentile(self.event_gaps_s, levels) * 1e3).tolist()
+            if len(self.event_gaps_s)
+            else [None] * len(levels)
+        )
         return {
             **asdict(self.counters),
             "client_late_ms": self.late_s * 1e3,

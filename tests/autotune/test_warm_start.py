@@ -18,7 +18,8 @@ from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
 from tilebudget.autotune.study import BudgetStudy
 from tilebudget.autotune.trial import TrialRow, TrialRunner
 from tilebudget.autotune.warm_start import NUM_SUGGESTIONS, suggest, warm_start
-from tilebudget.engine import Engine, Workload
+from tilebudget.engine import Workload
+from tilebudget.engine.server_engine import engine_on
 from tilebudget.kernels.latency_file import load_table
 
 CONFIG = TuneConfig(max_num_seqs=8, max_model_len=1200, tbt_slo="15ms", num_trials=8, max_budget=1024)
@@ -35,7 +36,7 @@ def state(workload: Workload, device: CostDevice | None = None) -> Problem:
 
 
 def runner(problem: Problem, predictions: dict[int, Prediction]) -> TrialRunner:
-    return TrialRunner(Engine(problem.executor), problem.workload, problem.engine_config, problem.slo, predictions)
+    return TrialRunner(engine_on(problem.executor), problem.workload, problem.engine_config, problem.slo, predictions)
 
 
 def test_every_budget_is_predicted_as_it_then_runs(tmp_path: Path, workload: Workload) -> None:
