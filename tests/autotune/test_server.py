@@ -20,9 +20,9 @@ from tilebudget.engine.server_process import ServerProcess, free_port
 from typer.testing import CliRunner
 
 WORKLOAD = Workload(
-    name="toy", requests=tuple(Request(arrival_s=0.0, prompt_tokens=200, output_tokens=8) for _ in range(8))
+    name="toy", requests=tuple(Request(arrival_s=0.0, prompt_tokens=100, output_tokens=8) for _ in range(8))
 )
-EDGES = (64, 128, 256, 512, 1024)
+EDGES = (64, 128, 256, 512)
 
 
 def config(options: str = "", **settings: Any) -> TuneConfig:
@@ -32,9 +32,9 @@ def config(options: str = "", **settings: Any) -> TuneConfig:
         "server_command": fake_server_command(options),
         "max_num_seqs": 8,
         "max_model_len": 512,
-        "max_budget": 1024,
-        "tbt_slo": "15ms",
-        "num_trials": 6,
+        "max_budget": 512,
+        "tbt_slo": "100ms",
+        "num_trials": 5,
         "num_contenders": 1,
         "repeats": 2,
         "start_timeout": 20.0,
@@ -44,13 +44,13 @@ def config(options: str = "", **settings: Any) -> TuneConfig:
 
 
 def test_a_study_goes_on_past_a_fault_to_a_recommendation_and_a_report(tmp_path: Path) -> None:
-    """An iteration of b tokens takes 1 + 0.05 b ms, so 15 ms are broken from somewhat below 280 tokens on. The server
-    of 512 tokens dies."""
+    """An iteration of b tokens takes 1 + 0.5 b ms. With 512 tokens, five requests decode while the other three are
+    prefilled, which breaks 100 ms; the server of 256 tokens dies."""
     run_dir = tmp_path / "run"
-    options = "--token-ms 0.05 --fault die --fault-after 5 --fault-budget 512"
+    options = "--token-ms 0.5 --fault die --fault-after 5 --fault-budget 256"
     recommendation = tune(config(options), workload=WORKLOAD, edges=EDGES, run_dir=run_dir)
-    assert recommendation.status == "feasible"
-    assert recommendation.token_budget in (64, 65, 96, 128, 129, 192, 256, 257)
+    assert recommendation.token_budget is not None
+    assert recommendation.token_budget < 200
     assert recommendation.key.model == "toy-model"
     assert recommendation.slo.reference_decode_ms is None
     assert recommendation.engine.num_kv_blocks is None
@@ -58,11 +58,11 @@ def test_a_study_goes_on_past_a_fault_to_a_recommendation_and_a_report(tmp_path:
     assert recommendation.expected["total_tokens_per_s"].repeats >= 2
 
     trials = pd.read_parquet(run_dir / "trials.parquet")
-    assert trials[trials["token_budget"] == 1024]["feasible"].tolist() == [False]
+    assert not trials[trials["token_budget"] == 512]["feasible"].any()
     assert set(trials["role"]) >= {"search", "repeat"}
     assert "policy" not in set(trials["role"])
     failed = trials[trials["state"] == "failed"]
-    assert failed["token_budget"].tolist() == [512]
+    assert set(failed["token_budget"]) == {256}
     reason = failed["reason"].iloc[0]
     assert "ServerError: the server exited with code 9 during the run" in reason
     log = Path(reason.rpartition("log: ")[2])
@@ -83,7 +83,7 @@ def test_slo_words_are_measured_through_the_server(tmp_path: Path) -> None:
     problem = state_problem(settings, engine, WORKLOAD, DeviceFacts.from_json(facts.to_json()))
     assert problem.slo.tbt_s == pytest.approx(25.0 * facts.reference.duration_s)
     assert "decode at once on the server" in facts.reference.note
-    assert {128, 256, 512, 1024} <= {candidate.token_budget for candidate in problem.space.candidates}
+    assert {128, 256, 512} <= {candidate.token_budget for candidate in problem.space.candidates}
 
 
 @pytest.fixture
