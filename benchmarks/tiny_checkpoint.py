@@ -31,5 +31,8 @@ def write_checkpoint(folder: Path, *, hidden_size: int = 256, num_layers: int = 
     LlamaForCausalLM(config).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCAB_SIZE)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", model_max_length=4096).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=words, unk_token="t0", model_max_length=4096
+    )
+    tokenizer.save_pretrained(folder)
     return folder
