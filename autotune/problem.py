@@ -220,6 +220,7 @@ def state_problem(config: TuneConfig, executor: Target, workload: Workload, fact
         min_budget=min_budget,
         max_budget=max_budget,
         whole_prompt=whole_prompt if config.base_url is None else None,  # a running server keeps its budget
+        costs=facts.token_costs,
     )
     return Problem(
         config=config,

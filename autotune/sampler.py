@@ -15,8 +15,9 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from ..engine.metrics import LIMITED
+from .expectation import Expectation
 from .selection import shortlist
-from .space import KINDS, WHOLE_PROMPT, SearchSpace
+from .space import KINDS, WHOLE_PROMPT, Candidate, SearchSpace
 from .trial import TrialRow
 
 Params = dict[str, int | str]
@@ -24,6 +25,16 @@ Params = dict[str, int | str]
 DIRECTIONS = (StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE)
 LADDER_RUNGS = 5
 SHORT_LADDER_RUNGS = 3
+
+#: Proposals take turns; these of every ``NUM_TURNS`` are TPE's, and the next budget below the incumbent.
+NUM_TURNS, STEP_DOWN_TURN, TPE_TURN = 4, 1, 3
+
+#: What an expectation may be off by far from every run, as a share: of P99 TBT, and of the objective.
+SHARE_ERROR, SCORE_ERROR = 0.08, 0.02
+
+#: An incumbent whose P99 TBT is within this share of its limit may break the SLO when it is repeated.
+NEAR_SLO = 0.1
+
 _STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 
 
@@ -36,14 +47,16 @@ class Tried:
 
 
 class BudgetSampler(TPESampler):
-    """Closes in on the best aligned budget, then TPE over (edge index, offset kind) with the SLO as its constraint.
+    """What the staircase leads to expect, and TPE over (edge index, offset kind) with the SLO as its constraint.
 
-    Closing in halves the untried aligned budgets between the incumbent (the fastest feasible budget, or the one
-    closest to the SLO) and its nearest neighbours that were run, the larger side first: throughput and TBT both
-    rise with the budget but for the staircase. TPE then looks where that picture may be wrong, in turn with the next
-    budgets below the incumbent, which take its place should it not hold the SLO when repeated. No budget is
-    proposed twice: one that was run (or failed) becomes the nearest not run yet, by ratio. The random state
-    depends on ``seed`` and on how many budgets were ``tried`` alone, so a resumed study goes on as it would have.
+    Where the space knows what its budgets cost, the next one is the untried budget of the highest expected objective
+    that may hold the SLO (``Expectation``); before that can be fitted, and without costs, the search closes in: it
+    halves the untried aligned budgets between the incumbent (the best feasible budget, or the one closest to the SLO)
+    and its nearest neighbours that were run, the larger side first. Every fourth proposal is TPE's, which looks where
+    that picture may be wrong, and another fourth a budget below an incumbent at the edge of the SLO, which takes its
+    place should it not hold the SLO when repeated. No budget is proposed twice: one that was run (or failed) becomes
+    the nearest not run yet, by ratio. The random state depends on ``seed`` and on how many budgets were ``tried``
+    alone, so a resumed study goes on as it would have.
     """
 
     def __init__(self, space: SearchSpace, tried: Sequence[Tried], *, seed: int) -> None:
@@ -59,6 +72,10 @@ class BudgetSampler(TPESampler):
         self._pick = np.random.default_rng([seed, len(tried)])
         self._fresh = fresh_params(space, tried)
         self._rows = [one.row for one in tried if one.row is not None]
+        self._turn = len(tried) % NUM_TURNS
+        pending = [candidate for one in tried if one.row is None and (candidate := _candidate(space, one.params))]
+        budgets = [candidate.token_budget for candidate in pending]
+        self._expectation = None if space.costs is None else Expectation.fit(space.costs, self._rows, budgets)
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Both parameters are always sampled together."""
@@ -68,9 +85,9 @@ class BudgetSampler(TPESampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, int | str]:
         """TPE's proposal, moved to the nearest budget that has not been run."""
-        closer = self._close_in() or self._step_down(trial.number)
-        if closer is not None:
-            return {"edge_index": closer[0], "kind": closer[1]}
+        chosen = self._choose()
+        if chosen is not None:
+            return {"edge_index": chosen[0], "kind": chosen[1]}
         proposal = super().sample_relative(study, trial, search_space)
         candidate = self._space.at(proposal["edge_index"], proposal["kind"]) if proposal else None
         if candidate is None:
@@ -80,11 +97,32 @@ class BudgetSampler(TPESampler):
             edge_index, kind = min(self._fresh, key=lambda params: _ratio(self._space, params, budget))
         return {"edge_index": edge_index, "kind": kind}
 
-    def _step_down(self, trial_number: int) -> tuple[int, str] | None:
-        """Every second trial, the next untried aligned budget below the incumbent: what is left to recommend when the
-        incumbent turns out, repeated, not to hold the SLO. None otherwise, or when there is none."""
+    def _choose(self) -> tuple[int, str] | None:
+        """The proposal of this turn; None where it is TPE's."""
+        if self._expectation is None:
+            return self._close_in() or (self._step_down() if self._turn % 2 == 0 else None)
+        if self._turn == STEP_DOWN_TURN and (below := self._step_down()) is not None:
+            return below
+        return None if self._turn == TPE_TURN else self._expected_best(self._expectation)
+
+    def _expected_best(self, expectation: Expectation) -> tuple[int, str]:
+        """The untried budget of the highest expected objective that may hold the SLO, a little in favour of those of
+        which less is known; the one nearest to the SLO where none may."""
+
+        def worth(params: tuple[int, str]) -> tuple[bool, float]:
+            budget = self._space.budget_at(*params)
+            share, doubt = expectation.share(budget), expectation.doubt(budget)
+            may_hold = share <= 1.0 + SHARE_ERROR * (0.2 + doubt)
+            return may_hold, expectation.score(budget) * (1.0 + SCORE_ERROR * doubt) if may_hold else -share
+
+        return max(self._fresh, key=worth)
+
+    def _step_down(self) -> tuple[int, str] | None:
+        """The next untried aligned budget below the incumbent: what is left to recommend when the incumbent turns out,
+        repeated, not to hold the SLO. None when there is none, or the incumbent is well within the SLO."""
         leader = next(iter(shortlist(self._rows, 1)), None)
-        if leader is None or trial_number % 2:
+        close = any(row.token_budget == leader and max(row.violations, default=0.0) > -NEAR_SLO for row in self._rows)
+        if leader is None or not close:
             return None
         below = [params for params in self._fresh if params[1] == "aligned" and self._space.edges[params[0]] < leader]
         return max(below, default=None)
@@ -104,6 +142,10 @@ class BudgetSampler(TPESampler):
             if between:
                 return between[len(between) // 2]
         return None
+
+
+def _candidate(space: SearchSpace, params: Params) -> Candidate | None:
+    return space.at(int(params["edge_index"]), str(params["kind"]))
 
 
 def start_params(space: SearchSpace, suggestions: Sequence[int]) -> list[Params]:

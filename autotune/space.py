@@ -6,6 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..engine.token_costs import TokenCosts
+
 KINDS = ("aligned", "plus_one", "mid_tile")
 WHOLE_PROMPT = "whole_prompt"
 
@@ -28,10 +30,20 @@ class SearchSpace:
     ``edges`` (token counts after which one more token costs a step) give for each edge e the budgets e, e + 1
     and the middle between e and the next edge. ``whole_prompt`` adds the budget at which every prompt of the
     workload fits one iteration beside a full set of decodes: chunking switched off, even above ``max_budget``.
+    ``costs`` is what an iteration costs by its tokens, None where it is not known.
     Raises ValueError when nothing lies inside the bounds.
     """
 
-    def __init__(self, edges: Iterable[int], *, min_budget: int, max_budget: int, whole_prompt: int | None = None):
+    def __init__(
+        self,
+        edges: Iterable[int],
+        *,
+        min_budget: int,
+        max_budget: int,
+        whole_prompt: int | None = None,
+        costs: TokenCosts | None = None,
+    ) -> None:
+        self.costs = costs
         inside = sorted({edge for edge in edges if min_budget <= edge <= max_budget})
         # Without an edge inside the bounds the bounds themselves are all there is to compare.
         self.edges = tuple(inside or sorted({min_budget, max_budget}))
@@ -73,6 +85,10 @@ class SearchSpace:
     def at(self, edge_index: int, kind: str) -> Candidate | None:
         """The candidate of one parameter pair; None where it leaves the bounds or repeats another."""
         return self._by_params.get((edge_index, kind))
+
+    def budget_at(self, edge_index: int, kind: str) -> int:
+        """The budget of a parameter pair that has a candidate. Raises KeyError for another one."""
+        return self._by_params[edge_index, kind].token_budget
 
     def params_of(self, token_budget: int) -> tuple[int, str] | None:
         """The parameter pair that gives ``token_budget``; None where it is no candidate."""

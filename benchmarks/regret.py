@@ -1,0 +1,353 @@
+"""How much throughput the search gives away against trying every budget, and how much the usual lists do.
+
+    python -P benchmarks/regret.py [--json] [--num-requests N] [--processes N] [--only TEXT]
+
+24 scenarios: three modelled devices x two models x two traffics x two SLOs. For each, every candidate of the study's
+space (on an edge, one past it, between two) and every multiple of 32 up to 16384 is run: the best of those that hold
+the SLO is the exhaustive answer. Against it stand our study, Optuna's random sampler with as many trials (the median
+over some seeds), vLLM auto_tune's list, Vidur's list, and vLLM's default. A list is given the best of its budgets that
+hold the SLO; where none does, it broke the SLO. All runs are saturated: every request is there at time 0.
+
+Needs the extra `silicon`. Runs on any machine: time is modelled, so load on the machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+
+import optuna
+from tilebudget.autotune.config import TuneConfig
+from tilebudget.autotune.contenders import repeat_contenders
+from tilebudget.autotune.devices import make_executor
+from tilebudget.autotune.problem import Problem, load_workload, read_device, state_problem
+from tilebudget.autotune.space import Candidate
+from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
+from tilebudget.autotune.study import BudgetStudy
+from tilebudget.autotune.trial import TrialRow, TrialRunner
+from tilebudget.engine import RunRecord
+
+MAX_BUDGET = 16384
+GRID = 32
+
+#: Trials of our study. Its contenders may add the budget across the winner's edge and the unchunked one.
+NUM_TRIALS = 18
+RANDOM_SEEDS = (0, 1, 2, 3, 4)
+
+#: vLLM's benchmarks/auto_tune.sh, and Vidur's configuration explorer.
+VLLM_AUTO_TUNE = (512, 1024, 2048, 4096)
+VIDUR = (256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One case; ``vllm_default`` is the budget that vLLM's API server sets on that GPU (8192 from 70 GiB on, but not on
+    an A100; else 2048)."""
+
+    device: str
+    kernels: str
+    dtype: str
+    model: str
+    tensor_parallel: int
+    workload: str
+    slo: str
+    vllm_default: int
+
+    @property
+    def name(self) -> str:
+        """What tables and ``--only`` call it."""
+        return f"{self.device} {self.dtype} {self.model} TP{self.tensor_parallel} {self.workload} {self.slo}"
+
+    def config(self, num_requests: int) -> TuneConfig:
+        """The settings of the study."""
+        return TuneConfig(
+            device=self.device,
+            kernels=self.kernels,
+            dtype=self.dtype,
+            model=self.model,
+            tensor_parallel=self.tensor_parallel,
+            workload=self.workload,
+            tbt_slo=self.slo,
+            num_requests=num_requests,
+            max_budget=MAX_BUDGET,
+            num_trials=NUM_TRIALS,
+        )
+
+
+#: Device, whose kernels, dtype, vLLM's default there, and the smallest TP degree at which llama-2-70b fits. The A100's
+#: sglang table has the points behind the edges, which its vLLM table lacks.
+DEVICES = (
+    ("h200_sxm", "vllm", "fp8", 8192, 1),
+    ("a100_sxm", "sglang", "bf16", 2048, 4),
+    ("l40s", "vllm", "bf16", 2048, 4),
+)
+
+SCENARIOS = tuple(
+    Scenario(
+        device=device,
+        kernels=kernels,
+        dtype=dtype,
+        model=model,
+        tensor_parallel=tensor_parallel if model == "llama-2-70b" else 1,
+        workload=workload,
+        slo=slo,
+        vllm_default=default,
+    )
+    for device, kernels, dtype, default, tensor_parallel in DEVICES
+    for model in ("llama-3.1-8b", "llama-2-70b")
+    for workload in ("azure-conv", "azure-code")
+    for slo in ("strict", "relaxed")
+)
+
+
+class MemoRunner(TrialRunner):
+    """Runs each budget once: on a modelled device it would give the same again."""
+
+    rows: dict[int, TrialRow]
+
+    @classmethod
+    def of(cls, problem: Problem) -> MemoRunner:
+        """The runner of ``problem``."""
+        plain = problem.make_runner()
+        runner = cls(plain.engine, plain.workload, plain.base, plain.slo)
+        runner.rows = {}
+        return runner
+
+    def row_of(self, budget: int) -> TrialRow:
+        """The row of any budget, a candidate of the study or not."""
+        return self.run(Candidate(token_budget=budget, kind="grid", edge_tokens=budget), run="grid", role="search")[0]
+
+    def run(
+        self,
+        candidate: Candidate,
+        *,
+        run: str,
+        role: str,
+        policy: str | None = None,
+        prune: bool = False,
+        round_number: int | None = None,
+    ) -> tuple[TrialRow, RunRecord | None]:
+        """The row, from memory where the budget was run before; no record."""
+        budget = candidate.token_budget
+        if budget not in self.rows:
+            self.rows[budget] = super().run(candidate, run=run, role=role, prune=True)[0]
+        row = self.rows[budget]
+        placed = replace(row, run=run, role=role, round=round_number)
+        return replace(placed, kind=candidate.kind, edge_tokens=candidate.edge_tokens), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one way of searching ends with: the budget, its throughput lost against the exhaustive answer (percent, None
+    where there is nothing to compare), whether it holds the SLO, and the budgets that it ran."""
+
+    token_budget: int | None
+    loss_pct: float | None
+    slo_kept: bool
+    num_trials: int
+
+
+def run_scenario(scenario: Scenario, num_requests: int) -> dict[str, object]:
+    """One row of the table."""
+    began = perf_counter()
+    config = scenario.config(num_requests)
+    executor = make_executor(config)
+    workload = load_workload(config, executor.max_position)
+    problem = state_problem(config, executor, workload, read_device(config, executor, workload, None))
+    runner = MemoRunner.of(problem)
+    budgets = {candidate.token_budget for candidate in problem.space.candidates}
+    budgets |= set(range(-(-problem.space.min_budget // GRID) * GRID, MAX_BUDGET + 1, GRID))
+    rows = {budget: runner.row_of(budget) for budget in sorted(budgets)}
+    held = [row for row in rows.values() if row.feasible]
+    best = max(held, key=lambda row: (row.score, -row.token_budget), default=None)
+    closest = min(rows.values(), key=lambda row: (max(row.violations, default=float("inf")), row.token_budget))
+
+    def judge(budget: int | None, num_trials: int) -> Answer:
+        row = None if budget is None else runner.row_of(budget)
+        kept = row is not None and bool(row.feasible)
+        loss = 100.0 * (1.0 - row.score / best.score) if row is not None and best is not None and kept else None
+        return Answer(token_budget=budget, loss_pct=loss, slo_kept=kept, num_trials=num_trials)
+
+    def of_list(listed: Sequence[int]) -> Answer:
+        usable = [budget for budget in listed if budget >= problem.space.min_budget]
+        good = [budget for budget in usable if runner.row_of(budget).feasible]
+        return judge(max(good or usable, key=lambda budget: runner.row_of(budget).score), len(usable))
+
+    budget, num_trials = run_study(problem, runner)
+    answers = {
+        "ours": judge(budget, num_trials),
+        "random": median_of([judge(*run_random(problem, runner, num_trials, seed)) for seed in RANDOM_SEEDS]),
+        "vllm_auto_tune": of_list(VLLM_AUTO_TUNE),
+        "vidur": of_list(VIDUR),
+        "vllm_default": judge(scenario.vllm_default, 1),
+    }
+    return {
+        "scenario": scenario.name,
+        **asdict(scenario),
+        "slo_ms": problem.slo.tbt_s * 1e3,
+        "num_budgets": len(rows),
+        "num_feasible": len(held),
+        "best_budget": None if best is None else best.token_budget,
+        "best_tokens_per_s": None if best is None else best.score,
+        # Where nothing holds the SLO the answer is the budget nearest to it.
+        "closest_budget": closest.token_budget if best is None else None,
+        **{name: asdict(answer) for name, answer in answers.items()},
+        "elapsed_s": perf_counter() - began,
+    }
+
+
+def run_study(problem: Problem, runner: MemoRunner) -> tuple[int | None, int]:
+    """The budget that our study recommends, and how many budgets it ran."""
+    asked: set[int] = set()
+    counted = counting(runner, asked)
+    with tempfile.TemporaryDirectory() as folder:
+        stored = StoredStudy(str(Path(folder) / "study.journal"), STUDY_NAME, problem.config.identity())
+        study = BudgetStudy(
+            problem.space,
+            counted,
+            stored.queue(problem.variance_metric),
+            variance_metric=problem.variance_metric,
+            seed=problem.config.seed,
+            round_size=problem.config.round_size,
+        )
+        rows = study.search(problem.config.num_trials, lambda row, done, planned: None)
+    contenders, _ = repeat_contenders(problem, counted, rows, lambda phase, done, planned, row: None)
+    best = problem.judge.choose(contenders).best
+    return None if best is None else best.candidate.token_budget, len(asked)
+
+
+def counting(runner: MemoRunner, asked: set[int]) -> MemoRunner:
+    """The same runner, which notes every budget that it is asked to run."""
+    counted = MemoRunner(runner.engine, runner.workload, runner.base, runner.slo)
+    counted.rows = NotedRows(runner, asked)
+    return counted
+
+
+class NotedRows(dict[int, TrialRow]):
+    """The rows of a runner; looking one up is noted."""
+
+    def __init__(self, runner: MemoRunner, asked: set[int]) -> None:
+        super().__init__()
+        self._runner, self._asked = runner, asked
+
+    def __contains__(self, budget: object) -> bool:
+        return True
+
+    def __getitem__(self, budget: int) -> TrialRow:
+        self._asked.add(budget)
+        return self._runner.row_of(budget)
+
+
+def run_random(problem: Problem, runner: MemoRunner, num_trials: int, seed: int) -> tuple[int | None, int]:
+    """The best feasible of ``num_trials`` budgets that Optuna's random sampler draws, log-uniformly."""
+    sampler = optuna.samplers.RandomSampler(seed=seed)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    rows = []
+    for _ in range(num_trials):
+        trial = study.ask()
+        row = runner.row_of(trial.suggest_int("token_budget", problem.space.min_budget, MAX_BUDGET, log=True))
+        study.tell(trial, row.score)
+        rows.append(row)
+    best = max(rows, key=lambda row: (bool(row.feasible), row.score))
+    return best.token_budget, num_trials
+
+
+def median_of(answers: Sequence[Answer]) -> Answer:
+    """The answer in the middle by throughput lost; one that broke the SLO is worse than any that held it."""
+    ordered = sorted(answers, key=lambda one: float("inf") if one.loss_pct is None else one.loss_pct)
+    return ordered[len(ordered) // 2]
+
+
+WAYS = ("ours", "random", "vllm_auto_tune", "vidur", "vllm_default")
+
+
+def summarise(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """The figures over all scenarios; ``within_1pct``, ``worst_loss_pct`` and so on are those of our study."""
+    by_way: dict[str, object] = {}
+    for way in WAYS:
+        answers = [row[way] for row in rows if row["best_budget"] is not None]
+        losses = [answer["loss_pct"] for answer in answers if answer["loss_pct"] is not None]  # type: ignore[index]
+        by_way[way] = {
+            "within_1pct": sum(loss <= 1.0 for loss in losses),
+            "median_loss_pct": statistics.median(losses) if losses else None,
+            "worst_loss_pct": max(losses, default=None),
+            "max_trials": max((answer["num_trials"] for answer in answers), default=0),  # type: ignore[index]
+            "slo_broken": sum(not answer["slo_kept"] for answer in answers),  # type: ignore[index]
+        }
+    ours = by_way["ours"]
+    assert isinstance(ours, dict)
+    nothing = [row for row in rows if row["best_budget"] is None]
+    return {
+        "scenarios": len(rows),
+        "within_1pct": ours["within_1pct"],
+        "worst_loss_pct": ours["worst_loss_pct"],
+        "max_trials": ours["max_trials"],
+        "slo_broken": ours["slo_broken"],
+        "nothing_feasible": len(nothing),
+        "closest_found": sum(row["ours"]["token_budget"] == row["closest_budget"] for row in nothing),  # type: ignore[index]
+        "by_way": by_way,
+        "rows": list(rows),
+    }
+
+
+def print_table(summary: Mapping[str, object], out: Callable[[str], None] = print) -> None:
+    """Budget and throughput lost by scenario, then the figures over all."""
+    out(f"{'scenario':52} {'best':>6} " + " ".join(f"{way:>20}" for way in WAYS))
+    for row in summary["rows"]:  # type: ignore[attr-defined]
+        cells = []
+        for way in WAYS:
+            answer = row[way]
+            loss = "breaks SLO" if not answer["slo_kept"] else f"-{answer['loss_pct']:.2f}%"
+            cells.append(f"{answer['token_budget']!s:>8} {loss:>11}")
+        out(f"{row['scenario']:52} {row['best_budget'] or 'none':>6} " + " ".join(cells))
+    for way, figures in summary["by_way"].items():  # type: ignore[attr-defined]
+        out(f"{way:16} " + ", ".join(f"{name} {value}" for name, value in figures.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-requests", type=int, default=512)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", default="", help="scenarios whose name has this text")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    chosen = [scenario for scenario in SCENARIOS if arguments.only in scenario.name]
+    if not chosen:
+        parser.error(
+            f"--only={arguments.only!r}: no scenario has this text; they are {[one.name for one in SCENARIOS]}"
+        )
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    began = perf_counter()
+    context = multiprocessing.get_context("fork")
+    rows: list[dict[str, object]] = []
+    with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
+        for row in pool.map(run_scenario, chosen, [arguments.num_requests] * len(chosen)):
+            rows.append(row)
+            print(f"{len(rows)}/{len(chosen)} {row['scenario']}: {row['elapsed_s']:.0f} s", file=sys.stderr)
+    summary = summarise(rows) | {
+        "num_requests": arguments.num_requests,
+        "elapsed_s": perf_counter() - began,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+    }
+    if arguments.json:
+        print(json.dumps(summary, indent=1))
+    else:
+        print_table(summary)
+
+
+if __name__ == "__main__":
+    main()
