@@ -14,7 +14,8 @@ from .exports import Argument
 from .schema import SCHEMA_VERSION, decode, migrate
 
 STATUSES = ("feasible", "infeasible", "no_data")
-FORMATS = ("vllm", "sglang", "trtllm", "sarathi", "env", "vllm-yaml", "kubernetes", "json")
+SERVERS = ("vllm", "sglang", "trtllm", "sarathi")
+FORMATS = (*SERVERS, "env", "vllm-yaml", "kubernetes", "json")
 #: The container that a Kubernetes patch is for, where the caller names none.
 CONTAINER = "vllm"
 
@@ -229,6 +230,10 @@ class Recommendation:
             for server, arguments in exports.SERVER_ARGS.items()
         }
 
+    def server_flags(self) -> dict[str, str]:
+        """What ``export`` gives for each server; empty when there is no budget."""
+        return {} if self.token_budget is None else {name: self.export(name) for name in SERVERS}
+
     def assert_matches(
         self,
         *,
@@ -257,7 +262,7 @@ class Recommendation:
 
     def to_json(self) -> dict[str, object]:
         """The object of ``recommendation.json``, schema ``SCHEMA_VERSION``."""
-        return {**asdict(self), "launch": self.launch_commands()}
+        return {**asdict(self), "launch": self.launch_commands(), "flags": self.server_flags()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> Recommendation:

@@ -78,10 +78,11 @@ def decode(kind: type[T], data: Mapping[str, object], where: str = "") -> T:
 
 
 def recommendation_schema(kind: type) -> Json:
-    """The JSON Schema (draft 2020-12) of the dataclass ``kind`` with the launch lines that its file adds."""
+    """The JSON Schema (draft 2020-12) of the dataclass ``kind`` with the lines for each server that its file adds."""
     schema = _schema(kind)
     properties = cast(Json, schema["properties"])
-    properties["launch"] = {"type": "object", "additionalProperties": {"type": "string"}}
+    for name in ("launch", "flags"):
+        properties[name] = {"type": "object", "additionalProperties": {"type": "string"}}
     properties["schema_version"] = {
         "type": "string",
         "pattern": rf"^{SCHEMA_VERSION.split('.')[0]}\.[0-9]+(\.[0-9]+)?$",

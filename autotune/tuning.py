@@ -16,13 +16,16 @@ from ..engine.metrics import QUANTILE_FIELDS, SLO
 from ..engine.modelled_executor import ModelledExecutor
 from ..engine.server_engine import Target
 from ..kernels.latency import LatencyTable
+from ..kernels.silicon import system_spec
 from ..reports import build_report
 from .confidence import state_confidence
 from .config import TuneConfig
 from .contenders import ProgressSink, check_drift, compare_policies, repeat_contenders
+from .cost_curves import CURVES_FILE, BatchSizes, cost_curves
 from .device_lock import device_lock
 from .devices import visible_gpus
 from .environment import command_line, package_versions, source_commit
+from .importance import IMPORTANCE_FILE, parameter_importance
 from .parallel import LocalWorkers, num_cores
 from .problem import Problem, load_workload, state_problem, workload_summary
 from .recommendation import (
@@ -154,6 +157,11 @@ def tune(
         recommendation = _recommend(problem, choice, contenders, search_rows, rows, command, confidence, sensitivity)
         folder.write_trials(rows)
         folder.write_records(records)
+        metrics = (("total_tokens_per_s", True), ("tbt_p99_ms", False), (problem.variance_metric, False))
+        importance = parameter_importance(search_rows, metrics)
+        if importance is not None:
+            folder.write_json(IMPORTANCE_FILE, importance)
+        _write_curves(folder, problem, recommendation.token_budget, _table(executor) or warm.table)
         folder.write_json("recommendation.json", recommendation.to_json())
         folder.point_latest()
         build_report(folder.path)
@@ -270,6 +278,17 @@ def _limits(slo: SLO) -> dict[str, float]:
     return {f"{name}_ms": limit.limit_s * 1e3 for name, limit in found} | {
         f"{name}_quantile": limit.quantile for name, limit in found
     }
+
+
+def _write_curves(folder: RunFolder, problem: Problem, token_budget: int | None, table: LatencyTable | None) -> None:
+    """What batches cost on this device, where it has a latency table: a modelled device's own, or the warm start's."""
+    if table is None:
+        return
+    config = problem.engine_config
+    sizes = BatchSizes.of(problem.workload, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len)
+    in_tables = problem.config.modelled and not problem.config.from_profile
+    spec = system_spec(problem.config.device) if in_tables else None
+    folder.write_json(CURVES_FILE, cost_curves(table, sizes, token_budget=token_budget, spec=spec))
 
 
 def _table(executor: Target) -> LatencyTable | None:

@@ -45,6 +45,23 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StatedConfidence:
+    """How sure the study itself says it is: a word, and why."""
+
+    level: str
+    statement: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """What the budget becomes when something else changes."""
+
+    change: str
+    token_budget: int | None
+    statement: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Slo:
     """The constraint the study held: P99 TBT in ms, median scheduling delay in s, and where it comes from."""
 
@@ -69,6 +86,9 @@ class Answer:
     alternatives: tuple[Alternative, ...]
     engine: Mapping[str, str]
     launch: Mapping[str, str]
+    flags: Mapping[str, str]
+    stated_confidence: StatedConfidence | None
+    sensitivity: tuple[Sensitivity, ...]
     num_trials: Mapping[str, int]
     seed: str
     command: str
@@ -115,11 +135,27 @@ def parse_answer(json: JsonObject) -> Answer:
         alternatives=tuple(_alternative(item) for item in json.children("alternatives")),
         engine=json.child("engine").flat(),
         launch={name: json.child("launch").text(name) for name in json.child("launch").values},
+        flags={name: json.child("flags").text(name) for name in json.child("flags").values},
+        stated_confidence=_confidence(json.child("confidence")),
+        sensitivity=tuple(
+            Sensitivity(
+                change=item.text("change", ""),
+                token_budget=_integer(item, "token_budget"),
+                statement=item.text("statement", ""),
+            )
+            for item in json.children("sensitivity")
+        ),
         num_trials={state: int(trials.number(state) or 0) for state in ("complete", "pruned", "failed")},
         seed=json.flat().get("seed", ""),
         command=json.text("command", ""),
         created_at=json.text("created_at", ""),
     )
+
+
+def _confidence(json: JsonObject) -> StatedConfidence | None:
+    if not json.values:
+        return None
+    return StatedConfidence(level=json.text("level", ""), statement=json.text("statement", ""))
 
 
 def _estimates(json: JsonObject) -> dict[str, Estimate]:

@@ -26,7 +26,10 @@ class Confidence:
 def judge_confidence(answer: Answer) -> Confidence:
     """High: at least three repeats, all inside the SLO, throughput within ±5%. Moderate: at least two repeats, all
     inside. Low: everything else, no TBT data included. Repeats on a modelled clock are identical and measure no
-    noise: never more than moderate."""
+    noise: never more than moderate. Where the study states its own confidence, that is the word."""
+    stated = answer.stated_confidence
+    if stated is not None and stated.level:
+        return Confidence(level=stated.level, reasons=stated.statement)
     tbt = answer.expected.get("tbt_p99_ms")
     throughput = answer.expected.get("total_tokens_per_s")
     anything = tbt or throughput

@@ -47,6 +47,13 @@ class JsonObject:
             raise self._wrong(key, "a number or null", value)
         return float(value) if isfinite(value) else None
 
+    def need(self, key: str) -> float:
+        """The number at ``key``. Raises ValueError where there is none."""
+        value = self.number(key)
+        if value is None:
+            raise self._wrong(key, "a number", self.values.get(key))
+        return value
+
     def flag(self, key: str) -> bool | None:
         """The boolean at ``key``; None where it is absent or null."""
         value = self.values.get(key)

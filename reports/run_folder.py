@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .answer import Answer, parse_answer
+from .cost_curves import CostCurves, parse_cost_curves
 from .json_object import JsonObject
 from .staircase import TokenStaircase, parse_staircase
 
@@ -35,6 +36,8 @@ METRIC_COLUMNS = (
 #: What the latency model expected of a run before it started; NaN where it was not asked.
 PREDICTED_COLUMNS = ("predicted_tbt_p99_ms", "predicted_total_tokens_per_s")
 ITERATION_COLUMNS = ("run", "start_s", "duration_s", "num_decodes", "num_prefill_tokens")
+#: Lists by stage, of runs that had a pipeline.
+STAGE_COLUMNS = ("stage_start_s", "stage_end_s")
 #: Levels of ``tbt_quantiles_ms``: 0, 0.01 … 1.00.
 NUM_QUANTILES = 101
 
@@ -63,7 +66,7 @@ class RunFolder:
     """What the report draws from.
 
     ``trials`` has one row an engine run, with every column the report uses present (NaN where a run has none).
-    ``iterations`` and ``tokens`` hold the policy runs only, by run id; both are empty where the folder has none.
+    ``importance`` is metric → parameter → share. ``iterations`` and ``tokens`` hold the policy runs only, by run id; both are empty where the folder has none.
     """
 
     path: Path
@@ -71,6 +74,8 @@ class RunFolder:
     environment: JsonObject
     profile: JsonObject | None
     staircase: TokenStaircase | None
+    curves: CostCurves | None
+    importance: Mapping[str, Mapping[str, float]]
     trials: pd.DataFrame
     iterations: Mapping[str, pd.DataFrame]
     tokens: Mapping[str, TokenTimes]
@@ -115,13 +120,15 @@ def read_run_folder(path: Path) -> RunFolder:
     policy_rows = trials[(trials["role"] == "policy") & (trials["state"] == "complete")]
     runs = [str(run) for run in policy_rows["run"]]
     iterations = _read_iterations(path / "iterations.parquet", runs)
-    profile, tiles = path / "profile.json", path / "tiles.json"
+    profile, tiles, curves = path / "profile.json", path / "tiles.json", path / "cost_curves.json"
     return RunFolder(
         path=path,
         answer=parse_answer(JsonObject.read(path / "recommendation.json")),
         environment=JsonObject.read(path / "environment.json"),
         profile=JsonObject.read(profile) if profile.is_file() else None,
         staircase=parse_staircase(JsonObject.read(tiles)) if tiles.is_file() else None,
+        curves=parse_cost_curves(JsonObject.read(curves)) if curves.is_file() else None,
+        importance=_read_importance(path / "importance.json"),
         trials=trials,
         iterations=iterations,
         tokens=_read_tokens(path / "requests.parquet", runs, iterations),
@@ -146,6 +153,14 @@ def _read_trials(path: Path) -> pd.DataFrame:
     return frame.reset_index(drop=True)
 
 
+def _read_importance(path: Path) -> dict[str, dict[str, float]]:
+    """Metric → parameter → importance; empty without the file."""
+    if not path.is_file():
+        return {}
+    metrics = JsonObject.read(path).child("metrics")
+    return {name: {key: metrics.child(name).need(key) for key in metrics.child(name).values} for name in metrics.values}
+
+
 def _flag(value: object) -> bool | None:
     return bool(value) if isinstance(value, bool | np.bool_) else None
 
@@ -153,8 +168,11 @@ def _flag(value: object) -> bool | None:
 def _read_iterations(path: Path, runs: Sequence[str]) -> dict[str, pd.DataFrame]:
     if not runs or not path.is_file():
         return {}
-    table = _read_table(path, required=ITERATION_COLUMNS, columns=ITERATION_COLUMNS, runs=runs)
-    frame: pd.DataFrame = table.to_pandas()
+    stored = set(pq.read_schema(path).names)
+    columns = (*ITERATION_COLUMNS, *(name for name in STAGE_COLUMNS if name in stored))
+    table = _read_table(path, required=ITERATION_COLUMNS, columns=columns, runs=runs)
+    empty = [name for name in STAGE_COLUMNS if name in table.column_names and table[name].null_count == len(table)]
+    frame: pd.DataFrame = table.drop_columns(empty).to_pandas()
     return {str(run): rows.reset_index(drop=True) for run, rows in frame.groupby("run", sort=False)}
 
 

@@ -118,7 +118,7 @@ def parse_staircase(json: JsonObject) -> TokenStaircase:
     """The staircase in ``json``. Raises ValueError naming the field that is wrong."""
     degree = int(json.number("tensor_parallel") or 1)
     layer_ops = json.words("layer_ops")
-    points = [(_need(row, "tokens"), _need(row, "layer_ms")) for row in json.children("layer_staircase")]
+    points = [(row.need("tokens"), row.need("layer_ms")) for row in json.children("layer_staircase")]
     points = sorted((tokens, layer_ms) for tokens, layer_ms in points if tokens > 0 and layer_ms > 0)
     num_layers = json.number("num_layers")
     layers = [row for row in json.children("layer_edges") if _degree(row) == degree]
@@ -160,11 +160,11 @@ def _degree(row: JsonObject) -> int:
 def _edge(row: JsonObject) -> Edge:
     return Edge(
         op=row.text("op"),
-        tokens=int(_need(row, "tokens")),
-        next_tokens=int(_need(row, "next_tokens")),
-        latency_ms=_need(row, "latency_ms"),
-        next_latency_ms=_need(row, "next_latency_ms"),
-        jump_pct=_need(row, "jump_pct"),
+        tokens=int(row.need("tokens")),
+        next_tokens=int(row.need("next_tokens")),
+        latency_ms=row.need("latency_ms"),
+        next_latency_ms=row.need("next_latency_ms"),
+        jump_pct=row.need("jump_pct"),
         uncertainty_pct=row.number("jump_uncertainty_pct") or 0.0,
         is_step=row.text("kind", "step") == "step",
         explanation=row.text("explanation", ""),
@@ -175,10 +175,10 @@ def _edge(row: JsonObject) -> Edge:
 def _budget(row: JsonObject) -> BudgetCost:
     next_tokens = row.number("next_tokens")
     return BudgetCost(
-        tokens=int(_need(row, "tokens")),
+        tokens=int(row.need("tokens")),
         place=row.text("place", ""),
-        layer_ms=_need(row, "layer_ms"),
-        tokens_per_ms=_need(row, "tokens_per_ms"),
+        layer_ms=row.need("layer_ms"),
+        tokens_per_ms=row.need("tokens_per_ms"),
         tokens_per_ms_if_padded=row.number("tokens_per_ms_if_padded"),
         next_tokens=None if next_tokens is None else int(next_tokens),
         one_more_pct=row.number("one_more_pct"),
@@ -186,9 +186,3 @@ def _budget(row: JsonObject) -> BudgetCost:
         worth_trying=row.flag("worth_trying"),
     )
 
-
-def _need(row: JsonObject, key: str) -> float:
-    value = row.number(key)
-    if value is None:
-        raise ValueError(f"{row.file}: {row.path}.{key} must be a number, found {row.values.get(key)!r}")
-    return value

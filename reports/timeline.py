@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -75,6 +76,13 @@ def timeline_finding(folder: RunFolder) -> str:
     )
 
 
+def composition(iterations: pd.DataFrame) -> npt.NDArray[np.str_]:
+    """What each iteration holds, as a key of COMPOSITIONS."""
+    has_decodes, has_prefill = iterations["num_decodes"] > 0, iterations["num_prefill_tokens"] > 0
+    kinds = np.select([has_decodes & has_prefill, has_prefill], ["hybrid", "prefill only"], "decode only")
+    return np.asarray(kinds, dtype=np.str_)
+
+
 def _note(folder: RunFolder, lanes: list[Lane], begin_s: float, end_s: float, num_drawn: int) -> str:
     limit_ms = folder.answer.slo.tbt_p99_ms
     limit = f"the SLO of {milliseconds(limit_ms)}" if limit_ms else f"{STALL_RATIO:g} times the policy's median wait"
@@ -101,8 +109,7 @@ def _add_iterations(
         shown = lane.iterations[(ends_s(lane.iterations) > begin_s) & (lane.iterations["start_s"] < end_s)]
         parts.append(shown.assign(center=centers[lane.policy], policy=lane.name))
     drawn = pd.concat(parts)
-    has_decodes, has_prefill = drawn["num_decodes"] > 0, drawn["num_prefill_tokens"] > 0
-    kinds = np.select([has_decodes & has_prefill, has_prefill], ["hybrid", "prefill only"], "decode only")
+    kinds = composition(drawn)
     line_width = 0.6 if len(drawn) <= SEPARATED_PER_LANE * len(lanes) else 0
     for kind, (color, pattern) in COMPOSITIONS.items():
         rows = drawn[kinds == kind]

@@ -45,18 +45,36 @@
     svgs.forEach((svg) => svg.setAttribute("viewBox", "0 0 " + width + " " + height));
   }
 
+  // Figures near the screen are drawn at once, the others one by one when the browser has nothing else to do.
   const plots = Array.from(document.querySelectorAll(".plot"));
-  function drawAll() {
-    plots.forEach(draw);
-  }
-  plots.forEach((plot) => {
+  const waiting = new Set(plots);
+  function drawFirst(plot) {
+    if (!waiting.delete(plot)) return;
+    near.unobserve(plot);
     draw(plot);
     plot.on("plotly_afterplot", () => shape(plot));
-  });
+  }
+  function drawAll() {
+    plots.forEach((plot) => (waiting.has(plot) ? drawFirst(plot) : draw(plot)));
+  }
+  const near = new IntersectionObserver(
+    (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => drawFirst(entry.target)),
+    { rootMargin: "400px" },
+  );
+  plots.forEach((plot) => near.observe(plot));
+  const whenIdle = window.requestIdleCallback || ((work) => window.setTimeout(work, 30));
+  function drawRest() {
+    const [next] = waiting;
+    if (!next) return;
+    drawFirst(next);
+    whenIdle(drawRest);
+  }
+  whenIdle(drawRest);
   dark.addEventListener("change", drawAll);
   window.addEventListener("beforeprint", () => {
     printing = true;
     if (dark.matches) drawAll();
+    else waiting.forEach(drawFirst);
   });
   window.addEventListener("afterprint", () => {
     printing = false;
@@ -80,10 +98,11 @@
     }
   }
   document.querySelectorAll("[data-copy]").forEach((button) => {
+    const label = button.textContent;
     button.addEventListener("click", async () => {
       const status = document.getElementById("copied");
       try {
-        await copy(document.getElementById(button.dataset.copy).textContent);
+        await copy(button.dataset.text || document.getElementById(button.dataset.copy).textContent);
         button.textContent = "Copied";
         status.textContent = button.getAttribute("aria-label").replace("Copy", "Copied");
       } catch (refused) {
@@ -92,7 +111,7 @@
         window.getSelection().selectAllChildren(document.getElementById(button.dataset.copy));
       }
       button.focus();
-      window.setTimeout(() => (button.textContent = "Copy"), 2000);
+      window.setTimeout(() => (button.textContent = label), 2000);
     });
   });
 

@@ -1,0 +1,99 @@
+"""A page as one HTML file that loads nothing: templates, inline scripts with their hashes, figures as JSON."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from .style import Drawing
+from .text import budget_label, milliseconds, percent, rate
+
+
+def render_page(template: str, drawings: Sequence[Drawing], context: Mapping[str, object]) -> str:
+    """``template`` as HTML text, with its figures, styles and scripts inline.
+
+    The page's Content-Security-Policy names its scripts by their hashes and forbids every request.
+    """
+    scripts = _scripts()
+    return _environment().get_template(template).render(
+        drawings={drawing.name: drawing for drawing in drawings},
+        figures={drawing.name: _embed(drawing) for drawing in drawings if drawing.figure is not None},
+        css=Markup(_template_text("report.css")),
+        scripts=[Markup(script) for script in scripts],
+        script_hashes=Markup(" ".join(scripts.values())),
+        **context,
+    )
+
+
+def moment(iso: str) -> str:
+    """``2026-01-05 10:02 UTC`` for an ISO 8601 stamp with a zone; anything else as it stands."""
+    try:
+        stamp = datetime.fromisoformat(iso)
+    except ValueError:
+        return iso
+    return f"{stamp.astimezone(UTC):%Y-%m-%d %H:%M} UTC" if stamp.tzinfo else f"{stamp:%Y-%m-%d %H:%M}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _embed(drawing: Drawing) -> Markup:
+    """The figure as JSON that is safe inside a script element."""
+    text = "{}" if drawing.figure is None else str(drawing.figure.to_json(engine="json"))
+    escaped = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return Markup(escaped)
+
+
+def _inline(script: str) -> str:
+    """``script`` so that no end tag inside it can close its element."""
+    return script.replace("</script", "<\\/script").replace("\r\n", "\n").strip()
+
+
+def _csp_hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+@cache
+def _scripts() -> dict[str, str]:
+    """The scripts of the page, in order, with their hashes for its Content-Security-Policy."""
+    scripts = (_inline(get_plotlyjs()), _inline(_template_text("report.js")))
+    return {script: _csp_hash(script) for script in scripts}
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(_template_text),
+    )
+    environment.filters |= {"ms": milliseconds, "rate": rate, "percent": percent, "budget": budget_label}
+    return environment
+
+
+def _template_text(name: str) -> str:
+    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
