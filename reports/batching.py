@@ -15,7 +15,12 @@ from .text import count, listing, milliseconds, percent, rate, significant
 ABSENT = "This run folder holds no latency table's curves (cost_curves.json), so {what} is not shown."
 #: Prefill tokens ride free while they make the iteration no more than this longer.
 FREE = 0.10
-_SERIES = ((SKY, "circle", "dot"), (GREEN, "square", "dash"), (ORANGE, "diamond", "dashdot"), (VERMILLION, "x", "solid"))
+_SERIES = (
+    (SKY, "circle", "dot"),
+    (GREEN, "square", "dash"),
+    (ORANGE, "diamond", "dashdot"),
+    (VERMILLION, "x", "solid"),
+)
 _NAMED_TOKENS = (1, 16, 64, 256, 1024, 8192)
 
 
@@ -40,7 +45,8 @@ def draw_throughput(folder: RunFolder) -> Drawing:
                 mode="lines+markers",
                 line={"color": color, "dash": dash, "width": 1.75},
                 marker={"symbol": symbol, "size": 8, "color": color},
-                hovertemplate=f"{label}<br>%{{x}} requests: %{{y:,.0f}} tokens/s, %{{customdata:.4~g}} ms<extra></extra>",
+                hovertemplate=f"{label}<br>%{{x}} requests: %{{y:,.0f}} tokens/s, %{{customdata:.4~g}} ms"
+                "<extra></extra>",
             )
         )
     both = (*curves.prefill, *curves.decode)
@@ -58,9 +64,9 @@ def throughput_finding(curves: CostCurves) -> str:
     gain = decode[-1].tokens_per_s / decode[0].tokens_per_s
     return (
         f"One prompt of {curves.prompt_tokens:,} tokens already prefills at {rate(prefill[0].tokens_per_s)} tokens/s, "
-        f"{percent(prefill[0].tokens_per_s / best.tokens_per_s)} of the best batch; decode grows {significant(gain, 2)} "
-        f"times from {rate(decode[0].tokens_per_s)} tokens/s alone to {rate(decode[-1].tokens_per_s)} in a batch of "
-        f"{decode[-1].batch_size}."
+        f"{percent(prefill[0].tokens_per_s / best.tokens_per_s)} of the best batch; decode grows "
+        f"{significant(gain, 2)} times from {rate(decode[0].tokens_per_s)} tokens/s alone to "
+        f"{rate(decode[-1].tokens_per_s)} in a batch of {decode[-1].batch_size}."
     )
 
 
@@ -104,7 +110,7 @@ def draw_roofline(folder: RunFolder) -> Drawing:
     finish(figure, 380)
     figure.update_xaxes(title_text="FLOPs for each byte moved (log)", **log_ticks(low, high * 1.3))
     rates = [point.tflops_per_s for point in points]
-    figure.update_yaxes(title_text="TFLOP/s (log)", **log_ticks(min(rates), max(peak, *rates)))
+    figure.update_yaxes(title_text="TFLOP/s (log)", **log_ticks(min(rates) / 2, max(peak, *rates)))
     source = (
         "the device's data sheet"
         if curves.peak_tflops_per_s and curves.peak_gbytes_per_s
@@ -137,8 +143,8 @@ def roofline_finding(curves: CostCurves) -> str:
         else f"By {roof} every batch up to {curves.roofline[-1].num_tokens:,} tokens waits for memory"
     )
     return (
-        f"{turn}. One token moves {rate(first.gbytes_per_s)} GB/s ({percent(first.gbytes_per_s / memory)} of the memory "
-        f"roof); the most reached is {significant(best.tflops_per_s)} TFLOP/s at {best.num_tokens:,} tokens "
+        f"{turn}. One token moves {rate(first.gbytes_per_s)} GB/s ({percent(first.gbytes_per_s / memory)} of the "
+        f"memory roof); the most reached is {significant(best.tflops_per_s)} TFLOP/s at {best.num_tokens:,} tokens "
         f"({percent(best.tflops_per_s / peak)} of the compute roof)."
     )
 
@@ -251,12 +257,10 @@ def draw_chunking(folder: RunFolder) -> Drawing:
     if budget and min(chunks) <= budget <= max(chunks):
         figure.add_vline(x=budget, line={"color": PURPLE, "dash": "dot", "width": 1.5}, name="recommended")
     note = (
-        f"{_subject(curves)} One prompt alone: the sum of its iterations, each reading the keys and values of the chunks "
-        "before it, over one iteration with all of it. Dotted: the token budget."
+        f"{_subject(curves)} One prompt alone: the sum of its iterations, each reading the keys and values of the "
+        "chunks before it, over one iteration with all of it. Dotted: the token budget."
     )
-    return Drawing(
-        name=name, title=title, finding=chunking_finding(curves.prompts, budget), note=note, figure=figure
-    )
+    return Drawing(name=name, title=title, finding=chunking_finding(curves.prompts, budget), note=note, figure=figure)
 
 
 def chunking_finding(prompts: tuple[ChunkedPrompt, ...], budget: int | None) -> str:

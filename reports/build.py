@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -22,7 +23,7 @@ from .policy_tails import draw_policy_tails
 from .predictions import draw_predictions
 from .run_folder import RunFolder, read_run_folder
 from .tables import provenance, trial_columns, trial_rows
-from .text import KIND_NAMES, budget_label, count
+from .text import KIND_NAMES, budget_label, count, listing
 from .timeline import draw_timeline
 from .token_cost import draw_token_cost
 
@@ -69,7 +70,7 @@ def render_report(folder: RunFolder) -> str:
         drawings,
         {
             "answer": answer,
-            "verdict": lead(answer.verdict),
+            "verdict": lead(answer),
             "status_words": STATUS_WORDS[answer.status],
             "confidence": judge_confidence(answer),
             "tiles": tiles(answer),
@@ -99,11 +100,20 @@ def _problems(folder: RunFolder) -> list[tuple[str, str, str]]:
     """Failed runs first, then stopped ones: what happened, why, and the runs (budgets) that share this reason."""
     rows = folder.trials[folder.trials["state"].isin(["failed", "pruned"])].sort_values("state", kind="stable")
     words = {"failed": "failed", "pruned": "stopped early"}
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for _, row in rows.iterrows():
-        cause = (words[row["state"]], row["reason"] or "no reason recorded")
-        groups.setdefault(cause, []).append(f"{row['run']} ({budget_label(row['token_budget'])})")
-    return [(what, why, ", ".join(runs)) for (what, why), runs in groups.items()]
+        reason = str(row["reason"] or "no reason recorded")
+        # Reasons that differ in their figures alone are one; the table of runs has each in full.
+        cause = (words[row["state"]], re.sub(r"\d+", "#", reason))
+        groups.setdefault(cause, []).append((reason, f"{row['run']} ({budget_label(row['token_budget'])})"))
+    return [
+        (
+            what,
+            found[0][0] + (f" (and {len(found) - 1} alike)" if len(found) > 1 else ""),
+            listing([run for _, run in found], 30),
+        )
+        for (what, _), found in groups.items()
+    ]
 
 
 def _traffic(folder: RunFolder) -> str:

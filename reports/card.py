@@ -89,8 +89,19 @@ def _tile(title: str, unit: str, estimate: Estimate | None, scale: float, contex
     return Tile(title=title, value=form(estimate.value * scale), unit=unit, spread=spread, context=context)
 
 
-def lead(verdict: str) -> tuple[str, str]:
-    """The verdict's opening, set large, and the rest: a first sentence shorter than a line takes the next with it."""
+def lead(answer: Answer) -> tuple[str, str]:
+    """The verdict's opening, set large, and the rest: a first sentence shorter than a line takes the next with it.
+
+    Confidence and what changes the budget have their own places on the card, so the verdict's words on them are left
+    out."""
+    stated = answer.stated_confidence
+    elsewhere = [item.statement for item in answer.sensitivity]
+    if stated is not None:
+        elsewhere.append(f"Confidence: {stated.level}. {stated.statement}")
+    verdict = answer.verdict
+    for words in elsewhere:
+        verdict = verdict.replace(words, "") if words else verdict
+    verdict = " ".join(verdict.split())
     sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", verdict)
     opening = 2 if len(sentences) > 1 and len(sentences[0]) < 40 else 1
     return " ".join(sentences[:opening]), " ".join(sentences[opening:])

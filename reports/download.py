@@ -7,6 +7,7 @@ import io
 import zipfile
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 from .run_folder import RunFolder
@@ -41,9 +42,13 @@ class Download:
 
 
 def download_link(folder: RunFolder) -> Download:
-    """The archive of ``folder``: trials as CSV with their TBT quantiles, then its JSON and parquet files as they are."""
+    """The archive of ``folder``: trials and their TBT quantiles as CSV, then its JSON and parquet files as they are."""
     quantiles = folder.trials["tbt_quantiles_ms"]
-    known = {run: list(levels) for run, levels in zip(folder.trials["run"], quantiles, strict=True) if levels is not None}
+    known = {
+        run: list(levels)
+        for run, levels in zip(folder.trials["run"], quantiles, strict=True)
+        if isinstance(levels, list | np.ndarray)
+    }
     contents = {
         "trials.csv": folder.trials.drop(columns="tbt_quantiles_ms").to_csv(index=False).encode(),
         "tbt_quantiles_ms.csv": pd.DataFrame.from_dict(known, orient="index").to_csv(index_label="run").encode(),

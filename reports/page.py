@@ -26,13 +26,17 @@ def render_page(template: str, drawings: Sequence[Drawing], context: Mapping[str
     The page's Content-Security-Policy names its scripts by their hashes and forbids every request.
     """
     scripts = _scripts()
-    return _environment().get_template(template).render(
-        drawings={drawing.name: drawing for drawing in drawings},
-        figures={drawing.name: _embed(drawing) for drawing in drawings if drawing.figure is not None},
-        css=Markup(_template_text("report.css")),
-        scripts=[Markup(script) for script in scripts],
-        script_hashes=Markup(" ".join(scripts.values())),
-        **context,
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            drawings={drawing.name: drawing for drawing in drawings},
+            figures={drawing.name: _embed(drawing) for drawing in drawings if drawing.figure is not None},
+            css=Markup(_template_text("report.css")),
+            scripts=[Markup(script) for script in scripts],
+            script_hashes=Markup(" ".join(scripts.values())),
+            **context,
+        )
     )
 
 

@@ -33,7 +33,7 @@ class Stages:
         """Idle share of all stages between the first start and the last end of iterations ``begin:end``."""
         start_s, end_s = self.start_s[begin:end], self.end_s[begin:end]
         span_s = float(end_s.max() - start_s.min())
-        return 1.0 - float((end_s - start_s).sum()) / (self.start_s.shape[1] * span_s)
+        return 1.0 - float((end_s - start_s).sum()) / (int(self.start_s.shape[1]) * span_s)
 
 
 def replay_stages(durations_s: FloatArray, num_stages: int) -> Stages:
@@ -100,7 +100,7 @@ def draw_pipeline_timeline(folder: RunFolder, lanes: list[Lane]) -> Drawing:
         else "Stages as the pipeline ran them"
     )
     note = (
-        f"{how}; rows are stages, {NUM_DRAWN} micro-batches of a stretch where prefills and decodes meet. Red: the stage "
+        f"{how}; rows are stages, {NUM_DRAWN} micro-batches where prefills and decodes meet. Red: the stage "
         "waits (bubble), because a neighbour's micro-batch takes longer."
     )
     return Drawing(
@@ -148,7 +148,14 @@ def _stages(iterations: pd.DataFrame, begin: int, end: int, num_stages: int) -> 
 
 
 def _add_stages(
-    figure: go.Figure, stages: Stages, kinds: npt.NDArray[np.str_], lane: Lane, base: float, zero_ms: float, *, legend: bool
+    figure: go.Figure,
+    stages: Stages,
+    kinds: npt.NDArray[np.str_],
+    lane: Lane,
+    base: float,
+    zero_ms: float,
+    *,
+    legend: bool,
 ) -> None:
     num_stages = stages.start_s.shape[1]
     places = base + num_stages - 1 - np.arange(num_stages)
@@ -196,7 +203,11 @@ def _finding(folder: RunFolder, facts: list[tuple[str, float]], num_stages: int,
     whole = {str(row["policy"]): float(row[metric]) for _, row in folder.policies.iterrows()}
     parts = [
         f"{percent(here)} of the {count(num_stages, 'stage')} under {name}"
-        + (f" ({percent(whole[lane.policy])} over the whole run)" if np.isfinite(whole.get(lane.policy, np.nan)) else "")
+        + (
+            f" ({percent(whole[lane.policy])} over the whole run)"
+            if np.isfinite(whole.get(lane.policy, np.nan))
+            else ""
+        )
         for (name, here), lane in zip(facts, chosen, strict=True)
     ]
     return f"In the stretch drawn, bubbles take {' and '.join(parts)}."

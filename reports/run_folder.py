@@ -66,7 +66,8 @@ class RunFolder:
     """What the report draws from.
 
     ``trials`` has one row an engine run, with every column the report uses present (NaN where a run has none).
-    ``importance`` is metric → parameter → share. ``iterations`` and ``tokens`` hold the policy runs only, by run id; both are empty where the folder has none.
+    ``importance`` is metric → parameter → share, empty where the study had too few trials. ``iterations`` and
+    ``tokens`` hold the policy runs only, by run id; both are empty where the folder has none.
     """
 
     path: Path

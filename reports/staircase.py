@@ -185,4 +185,3 @@ def _budget(row: JsonObject) -> BudgetCost:
         one_more_ms=row.number("one_more_ms"),
         worth_trying=row.flag("worth_trying"),
     )
-

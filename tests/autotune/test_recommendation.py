@@ -220,7 +220,8 @@ def test_trtllm_rounds_to_the_block_but_never_below_the_batch() -> None:
 def test_sarathi_and_launch_lines() -> None:
     assert "--sarathi_scheduler_config_chunk_size 512" in make().export("sarathi")
     assert make().launch_commands()["vllm"].startswith("vllm serve llama-3.1-8b --max-num-batched-tokens 512")
-    assert make(budget=None).launch_commands() == {}
+    assert make(budget=None).launch_commands() == make(budget=None).server_flags() == {}
+    assert make().to_json()["flags"] == {name: make().export(name) for name in ("vllm", "sglang", "trtllm", "sarathi")}
     with pytest.raises(ValueError, match="token_budget=None"):
         make(budget=None).vllm_args()
     with pytest.raises(ValueError, match="format='tgi': must be one of vllm, sglang"):

@@ -15,12 +15,28 @@ from typing import cast
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-NAMES = ("budgets", "tails", "staircase", "timeline", "pipeline", "predictions", "history")
+NAMES = {
+    "budgets",
+    "tails",
+    "throughput",
+    "roofline",
+    "free_prefill",
+    "staircase",
+    "timeline",
+    "policy_tails",
+    "chunking",
+    "pipeline",
+    "stages",
+    "predictions",
+    "history",
+    "importance",
+}
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 #: Runs after the page's own scripts and tells the frame around it what it saw.
 PROBE = """
 (async () => {
+  while (document.querySelector(".plot:not(.js-plotly-plot)")) await new Promise((done) => setTimeout(done, 20));
   const copied = [];
   Object.defineProperty(navigator, "clipboard", { value: { writeText: async (text) => void copied.push(text) } });
   const result = { figures: {}, sorted: {}, copied, errors: [] };
@@ -45,6 +61,8 @@ PROBE = """
     copy.click();
     await new Promise((done) => setTimeout(done, 0));
     result.label = copy.textContent;
+    await new Promise((done) => setTimeout(done, 2100));
+    result.restored = copy.textContent;
   }
   result.status = document.getElementById("copied").textContent;
   result.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
@@ -81,7 +99,7 @@ def chromium(page: Path, profile: Path) -> tuple[str, list[str]]:
     """The DOM after the page has run, and what it wrote to the console."""
     quiet = (
         "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-dev-shm-usage "
-        "--disable-component-update --disable-sync --enable-logging=stderr --v=0 --virtual-time-budget=5000"
+        "--disable-component-update --disable-sync --enable-logging=stderr --v=0 --virtual-time-budget=30000"
     )
     command = [str(CHROMIUM), *quiet.split(), f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -144,10 +162,14 @@ def test_the_table_sorts_by_number_and_by_word_with_missing_values_last(seen: Se
 
 
 def test_each_copy_button_copies_its_command(seen: Seen, report: Path) -> None:
-    launch = json.loads((report.parent / "recommendation.json").read_text())["launch"]
-    assert seen["copied"] == list(launch.values())
+    """The whole command, and the flags alone, which are what ``tilebudget show`` prints (tests/autotune)."""
+    saved = json.loads((report.parent / "recommendation.json").read_text())
+    assert seen["copied"] == [
+        text for name in saved["launch"] for text in (saved["launch"][name], saved["flags"][name])
+    ]
     assert seen["label"] == "Copied"
-    assert seen["status"] == "Copied the Sarathi-Serve command"
+    assert seen["restored"] == "Copy flags"
+    assert seen["status"] == "Copied the Sarathi-Serve flags"
 
 
 def test_figures_follow_the_dark_theme(screens: tuple[dict[str, Seen], list[str]], seen: Seen) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import re
+import zipfile
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
@@ -17,7 +19,24 @@ from sample_study import Folder, make_folder, tbt_columns, trial
 from tilebudget.reports import build_report
 
 Figure = dict[str, list[dict[str, object]]]
-ALL_FIGURES = {"budgets", "tails", "staircase", "timeline", "pipeline", "predictions", "history"}
+ALL_FIGURES = {
+    "budgets",
+    "tails",
+    "throughput",
+    "roofline",
+    "free_prefill",
+    "staircase",
+    "timeline",
+    "policy_tails",
+    "chunking",
+    "pipeline",
+    "stages",
+    "predictions",
+    "history",
+    "importance",
+}
+#: Drawn from the device's cost curves and from the search alone, whatever its runs came to.
+OF_DEVICE = {"throughput", "roofline", "free_prefill", "chunking", "staircase", "importance"}
 
 
 def words(page: str) -> str:
@@ -41,7 +60,8 @@ def numbers(values: object) -> list[float]:
 
 
 def has_data(figure: Figure) -> bool:
-    return any(np.isfinite(numbers(trace.get("y"))).any() for trace in figure["data"] if trace.get("type") == "scatter")
+    values = [trace.get("x") if trace.get("type") == "bar" else trace.get("y") for trace in figure["data"]]
+    return any(np.isfinite(numbers(value)).any() for value in values if not isinstance(value, list) or value)
 
 
 def build(folder: Folder, path: Path) -> str:
@@ -74,9 +94,10 @@ def test_every_launch_command_stands_whole_in_the_page(report: Path) -> None:
 def test_the_page_is_one_file_that_may_load_nothing(report: Path) -> None:
     page = report.read_text(encoding="utf-8")
     markup = re.sub(r"<script\b[^>]*>.*?</script>", "", page, flags=re.DOTALL)
-    assert re.findall(r'(?:src|href|action|data)="(?!data:,|#)[^"]*"', markup) == []
+    assert re.findall(r'(?:src|href|action|data)="(?!data:|#)[^"]*"', markup) == []
     assert "@import" not in markup
     assert "url(" not in markup
+    assert re.findall(r'<a [^>]*download="[^"]*"[^>]*href="(?!data:application/zip;base64,)', markup) == []
     assert "<script src" not in page
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
@@ -194,6 +215,7 @@ def no_slo(folder: Folder) -> None:
 def nothing(folder: Folder) -> None:
     folder.recommendation |= {"expected": {}, "alternatives": [], "launch": {}, "slo": {}, "engine": {}, "key": {}}
     folder.environment, folder.profile, folder.tiles = {}, {}, None
+    folder.curves = folder.importance = None
     folder.trials = [trial("trial-0", 64, {})]
     folder.iterations, folder.requests = [], []
 
@@ -202,9 +224,9 @@ def nothing(folder: Folder) -> None:
     ("change", "sentence", "drawn"),
     [
         (infeasible, "No budget meets the SLO of 2.00 ms: the closest, 64, has a P99 TBT of", ALL_FIGURES),
-        (no_data, "No request has a time between tokens, so the SLO has no data", ALL_FIGURES - {"tails"}),
-        (all_failed, "No trial ran to its end", {"history", "staircase"}),
-        (one_trial, "1 trial: 1 ran to the end.", ALL_FIGURES - {"timeline"}),
+        (no_data, "so the SLO has no data", ALL_FIGURES - {"tails", "policy_tails"}),
+        (all_failed, "No trial ran to its end", {"history", *OF_DEVICE}),
+        (one_trial, "1 trial: 1 ran to the end.", ALL_FIGURES - {"timeline", "policy_tails", "stages"}),
         (no_slo, "no SLO was set", ALL_FIGURES),
         (nothing, "This study ran no policy comparison, so there is no timeline.", {"history"}),
     ],
@@ -257,3 +279,49 @@ def test_a_long_run_is_drawn_in_part_and_says_so(tmp_path: Path) -> None:
     assert int(match[2].replace(",", "")) == total
     bars = [trace for trace in figures(page)["timeline"]["data"] if trace["type"] == "bar" and trace["name"] != "stall"]
     assert sum(len(numbers(trace["x"])) for trace in bars) == int(match[1].replace(",", "")) <= 4 * 300
+
+
+def test_the_raw_data_are_in_the_page(report: Path) -> None:
+    page = report.read_text(encoding="utf-8")
+    found = re.search(r'download="([^"]+)" href="data:application/zip;base64,([^"]+)"', page)
+    assert found is not None
+    assert found[1].startswith("tilebudget-")
+    with zipfile.ZipFile(io.BytesIO(base64.b64decode(found[2]))) as archive:
+        assert archive.testzip() is None
+        saved = json.loads(archive.read("recommendation.json"))
+        trials = pd.read_csv(io.BytesIO(archive.read("trials.csv")))
+        quantiles = pd.read_csv(io.BytesIO(archive.read("tbt_quantiles_ms.csv")), index_col="run")
+        iterations = pd.read_parquet(io.BytesIO(archive.read("iterations.parquet")))
+    assert saved == json.loads((report.parent / "recommendation.json").read_text())
+    stored = pd.read_parquet(report.parent / "trials.parquet").set_index("run")
+    assert list(trials["run"]) == list(stored.index)
+    for run, row in quantiles.iterrows():
+        np.testing.assert_allclose(row, stored.loc[run, "tbt_quantiles_ms"])
+    assert len(iterations) == len(pd.read_parquet(report.parent / "iterations.parquet"))
+
+
+def test_what_the_page_has_no_room_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilebudget.reports.download.MAX_BYTES", 40_000)
+    seen = words(build(make_folder(), tmp_path))
+    assert re.search(r"Too large for this page, in the run folder: .*requests\.parquet", seen)
+
+
+def test_confidence_and_what_changes_it_are_the_studys_own_where_it_states_them(tmp_path: Path) -> None:
+    folder = make_folder(policies=False)
+    assert "What changes it" not in words(build(folder, tmp_path / "without"))
+    folder.recommendation |= {
+        "confidence": {"level": "medium", "statement": "Drift 1.2% over 3 rounds.", "drift_pct": 1.2, "num_rounds": 3},
+        "sensitivity": [{"change": "SLO 10% tighter", "token_budget": 64, "statement": "128 would miss it."}],
+    }
+    seen = words(build(folder, tmp_path / "with"))
+    assert "confidence: medium" in seen
+    assert "Drift 1.2% over 3 rounds." in seen
+    assert "SLO 10% tighter 64 128 would miss it." in seen
+
+
+def test_stopped_runs_that_differ_in_figures_alone_are_told_once(tmp_path: Path) -> None:
+    folder = make_folder(policies=False)
+    for number, row in enumerate(folder.trials[:3]):
+        row |= {"state": "pruned", "feasible": False, "reason": f"{40 + number} of 300 gaps over the SLO, 10 allowed"}
+    seen = words(build(folder, tmp_path))
+    assert "40 of 300 gaps over the SLO, 10 allowed (and 3 alike) trial-0 (64), trial-1 (65)" in seen

@@ -31,6 +31,8 @@ class Folder:
     environment: dict[str, object]
     profile: dict[str, object]
     tiles: dict[str, object] | None = None
+    curves: dict[str, object] | None = None
+    importance: dict[str, object] | None = None
     trials: list[dict[str, object]] = field(default_factory=list)
     iterations: list[pd.DataFrame] = field(default_factory=list)
     requests: list[pd.DataFrame] = field(default_factory=list)
@@ -39,8 +41,13 @@ class Folder:
         path.mkdir(parents=True, exist_ok=True)
         for name in ("recommendation", "environment", "profile"):
             (path / f"{name}.json").write_text(json.dumps(getattr(self, name)), encoding="utf-8")
-        if self.tiles is not None:
-            (path / "tiles.json").write_text(json.dumps(self.tiles), encoding="utf-8")
+        for name, document in (
+            ("tiles", self.tiles),
+            ("cost_curves", self.curves),
+            ("importance", self.importance),
+        ):
+            if document is not None:
+                (path / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
         pd.DataFrame(self.trials).to_parquet(path / "trials.parquet")
         for name, frames in (("iterations", self.iterations), ("requests", self.requests)):
             if frames:
@@ -256,6 +263,12 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
             "sarathi": "python -m sarathi.entrypoints.openai.api_server --model tiny-llama "
                        "--scheduler_type sarathi --chunk_size 128",
         },
+        "flags": {
+            "vllm": "--max-num-batched-tokens 128 --max-num-seqs 32 --max-model-len 2048 --block-size 16",
+            "sglang": "--chunked-prefill-size 96 --enable-mixed-chunk",
+            "trtllm": "--max_num_tokens 128 --max_batch_size 32 --extra_llm_api_options chunked.yaml",
+            "sarathi": "--scheduler_type sarathi --chunk_size 128",
+        },
         "num_trials": {"complete": 12, "pruned": 1, "failed": 1},
         "seed": 0,
         "command": "tilebudget tune --model tiny-llama",
@@ -282,10 +295,59 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
         environment=environment,
         profile=profile,
         tiles=make_tiles(),
+        curves=make_curves(),
+        importance={
+            "evaluator": "PED-ANOVA",
+            "best_share": 0.25,
+            "metrics": {
+                "total_tokens_per_s": {"edge_index": 0.8, "kind": 0.2},
+                "tbt_p99_ms": {"edge_index": 0.95, "kind": 0.05},
+                "bubble_fraction_4": {"edge_index": 0.6, "kind": 0.4},
+            },
+        },
         trials=rows,
         iterations=iterations,
         requests=requests,
     )
+
+
+def iteration_ms(tokens: float) -> float:
+    """The simulator's iteration."""
+    return float(2 + 0.02 * tokens + 1.28 * np.ceil(tokens / 64))
+
+
+def make_curves() -> dict[str, object]:
+    """What batches cost in the simulator, as cost_curves.json holds it; 2 MFLOPs and 4 kB for each token, 8 MB of
+    weights."""
+
+    def batch(size: int, tokens: int) -> dict[str, float]:
+        ms = iteration_ms(tokens)
+        return {"batch_size": size, "num_tokens": tokens, "latency_ms": ms, "tokens_per_s": 1e3 * tokens / ms}
+
+    def point(tokens: int) -> dict[str, float]:
+        ms, flops, size = iteration_ms(tokens), 2e6 * tokens, 8e6 + 4e3 * tokens
+        return {"num_tokens": tokens, "flops_per_byte": flops / size, "tflops_per_s": flops / ms / 1e9,
+                "gbytes_per_s": size / ms / 1e6}  # fmt: skip
+
+    return {
+        "device": "cpu", "model": "tiny-llama", "dtype": "float32", "tensor_parallel": 1, "prompt_tokens": 256,
+        "context_tokens": 300,
+        "prefill": [batch(size, 256 * size) for size in (1, 2, 4, 8)],
+        "decode": [batch(size, size) for size in (1, 2, 4, 8, 16, 32)],
+        "roofline": {"points": [point(2**power) for power in range(12)], "peak_tflops_per_s": None,
+                     "peak_gbytes_per_s": None},
+        "free_prefill": [
+            {"num_decodes": decodes, "points": [{"prefill_tokens": chunk, "latency_ms": iteration_ms(decodes + chunk)}
+                                                for chunk in (0, 8, 16, 32, 64, 128, 256, 512)]}
+            for decodes in (1, 8, 32)
+        ],
+        "chunking": [
+            {"prompt_tokens": prompt, "whole_ms": iteration_ms(prompt),
+             "points": [{"chunk_tokens": chunk, "latency_ms": prompt / chunk * iteration_ms(chunk)}
+                        for chunk in (64, 128, 256)]}
+            for prompt in (512, 1024)
+        ],
+    }  # fmt: skip
 
 
 def make_tiles() -> dict[str, object]:
