@@ -62,7 +62,8 @@
     { rootMargin: "400px" },
   );
   plots.forEach((plot) => near.observe(plot));
-  const whenIdle = window.requestIdleCallback || ((work) => window.setTimeout(work, 30));
+  const whenIdle = (work) =>
+    window.requestIdleCallback ? window.requestIdleCallback(work, { timeout: 100 }) : window.setTimeout(work, 30);
   function drawRest() {
     const [next] = waiting;
     if (!next) return;

@@ -76,8 +76,9 @@ def rows_of(values: dict[tuple[int, str], float]) -> list[TrialRow]:
     """Complete trials by (edge, kind) with their throughput."""
     return [
         TrialRow(
-            run=f"trial-{number}", role="search", state="complete", reason=None, token_budget=edge + (kind != "aligned"),
-            kind=kind, edge_tokens=edge, policy="sarathi", feasible=True, started_at="", elapsed_s=1.0,
+            run=f"trial-{number}", role="search", state="complete", reason=None,
+            token_budget=edge + (kind != "aligned"), kind=kind, edge_tokens=edge,
+            policy="sarathi", feasible=True, started_at="", elapsed_s=1.0,
             metrics={"total_tokens_per_s": value, "tbt_p99_ms": None},
         )
         for number, ((edge, kind), value) in enumerate(values.items())

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from sample_study import Folder, iteration_ms, make_curves, make_folder
 from tilebudget.engine.pipeline import replay
@@ -39,7 +40,8 @@ def test_throughput_is_that_of_the_batches(curves: CostCurves) -> None:
     alone, many = 1e3 / iteration_ms(1), 32e3 / iteration_ms(32)
     assert throughput_finding(curves) == (
         f"One prompt of 256 tokens already prefills at {prefill:,.0f} tokens/s, {prefill / best:.0%} of the best "
-        f"batch; decode grows {many / alone:.0f} times from {alone:,.0f} tokens/s alone to {many:,.0f} in a batch of 32."
+        f"batch; decode grows {many / alone:.0f} times from {alone:,.0f} tokens/s alone to {many:,.0f} in a batch "
+        "of 32."
     )
 
 
@@ -95,9 +97,9 @@ def test_stages_follow_the_schedule_that_bubble_fractions_are_from() -> None:
 def test_recorded_stages_are_drawn_as_they_were(study: RunFolder) -> None:
     lanes = build_lanes(study)
     for lane in lanes:
-        starts = [np.array([start, start + 0.001]) for start in lane.iterations["start_s"]]
-        lane.iterations["stage_start_s"] = starts
-        lane.iterations["stage_end_s"] = [times + 0.001 for times in starts]
+        starts_s = [np.array([start, start + 0.001]) for start in lane.iterations["start_s"]]
+        for name, times_s in (("stage_start_s", starts_s), ("stage_end_s", [start + 0.001 for start in starts_s])):
+            lane.iterations[name] = pd.Series(times_s, dtype=object)
     drawing = draw_pipeline_timeline(study, lanes)
     assert drawing.note.startswith("Stages as the pipeline ran them")
     assert drawing.figure is not None

@@ -61,10 +61,10 @@ PROBE = """
     copy.click();
     await new Promise((done) => setTimeout(done, 0));
     result.label = copy.textContent;
-    await new Promise((done) => setTimeout(done, 2100));
-    result.restored = copy.textContent;
   }
   result.status = document.getElementById("copied").textContent;
+  await new Promise((done) => setTimeout(done, 2100));
+  result.restored = Array.from(document.querySelectorAll("[data-copy]")).at(-1).textContent;
   result.requests = performance.getEntriesByType("resource").map((entry) => entry.name);
   result.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   result.screen = window.innerWidth;
@@ -99,7 +99,7 @@ def chromium(page: Path, profile: Path) -> tuple[str, list[str]]:
     """The DOM after the page has run, and what it wrote to the console."""
     quiet = (
         "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-dev-shm-usage "
-        "--disable-component-update --disable-sync --enable-logging=stderr --v=0 --virtual-time-budget=30000"
+        "--disable-component-update --disable-sync --enable-logging=stderr --v=0 --virtual-time-budget=15000"
     )
     command = [str(CHROMIUM), *quiet.split(), f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -296,7 +296,7 @@ def test_the_raw_data_are_in_the_page(report: Path) -> None:
     stored = pd.read_parquet(report.parent / "trials.parquet").set_index("run")
     assert list(trials["run"]) == list(stored.index)
     for run, row in quantiles.iterrows():
-        np.testing.assert_allclose(row, stored.loc[run, "tbt_quantiles_ms"])
+        np.testing.assert_allclose(row, stored["tbt_quantiles_ms"][str(run)])
     assert len(iterations) == len(pd.read_parquet(report.parent / "iterations.parquet"))
 
 
