@@ -71,7 +71,9 @@ def exceedance(row: pd.Series) -> tuple[np.ndarray, np.ndarray]:
     """Gap lengths (ms, rising) and the share of gaps that are longer: from the quantiles, P99.9 and the longest."""
     levels = _levels(row)
     gaps_ms, shares = levels[:-1], 1 - np.linspace(0, 1, NUM_QUANTILES)[:-1]
-    extremes = [(row["tbt_p999_ms"], 0.001), (row["tbt_max_ms"], 1 / max(float(row["tbt_count"]), 1.0))]
+    one = 1 / max(float(row["tbt_count"]), 1.0)
+    # Of fewer than a thousand gaps the P99.9 lies between the two longest.
+    extremes = [*([(row["tbt_p999_ms"], 0.001)] if one < 0.001 else []), (row["tbt_max_ms"], one)]
     for gap_ms, share in extremes:
         if np.isfinite(gap_ms) and 0 < share < shares[-1]:
             gaps_ms, shares = np.append(gaps_ms, gap_ms), np.append(shares, share)
