@@ -119,8 +119,8 @@ def test_the_share_of_longer_gaps_falls_to_the_longest_one(study: RunFolder) -> 
     runs = study.policies
     calm, rough = runs["tbt_p999_ms"].min(), runs["tbt_p999_ms"].max()
     finding = policy_tail_finding(study)
-    assert f"{calm:.1f} ms" in finding
-    assert f"{rough:.0f} ms" in finding
+    assert f"{calm:.2f} ms" in finding
+    assert f"{rough:.1f} ms" in finding
 
 
 def test_importance_names_the_first_parameter_of_each_metric(study: RunFolder) -> None:
