@@ -6,12 +6,15 @@ Exit codes: 0 done, 1 the work failed, 2 bad input, 3 no budget meets the SLO, 1
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -25,7 +28,7 @@ from ..engine.traces import load_prompts
 from ..kernels.errors import TileBudgetError
 from ..reports import build_report
 from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
-from .console import TuneProgress, counting_progress, print_recommendation
+from .console import TuneProgress, counting_progress, describe_row, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
 from .options import DEVICE, ENGINE, RUNTIME, SERVER, STUDY, TRAFFIC, Json, Setting, takes
 from .problem import load_workload, read_staircase, staircase_costs, workload_summary
@@ -35,8 +38,10 @@ from .run_folder import default_run_dir
 from .schema import published_schema
 from .server import make_target
 from .store import NearestMatchWarning, load_recommendation
+from .stored_study import STUDY_NAME
 from .tiles import analyse_device, analyse_sweep_file, predict_configs
 from .tuning import tune
+from .worker import WAIT_LIMIT_S, work
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -66,6 +71,23 @@ def tune_command(
     run_dir: Annotated[
         Path | None, typer.Option(help="Run folder; one with an unfinished study is resumed. Default: runs/TIME-MODEL.")
     ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TILEBUDGET_STORAGE",
+            help="Where the study is kept, for workers elsewhere: a database's URL (postgresql://...), "
+            "grpc://HOST:PORT, or a journal file. Default: a journal in the run folder.",
+        ),
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="Name of the study there. Default: the run folder's.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Processes here that run the search; 0 leaves it to `tilebudget worker`. Default: one a core on a "
+            "modelled device, else 1.",
+        ),
+    ] = None,
     as_json: Json = False,
     **settings: Setting,
 ) -> None:
@@ -74,8 +96,10 @@ def tune_command(
     folder = run_dir or default_run_dir(config.model)
     console = Console(stderr=True)
     try:
-        with TuneProgress(console) as progress:
-            recommendation = tune(config, run_dir=folder, progress=progress)
+        with _stopped_by_sigterm(), TuneProgress(console) as progress:
+            recommendation = tune(
+                config, run_dir=folder, storage=storage, study_name=study, num_workers=workers, progress=progress
+            )
     except KeyboardInterrupt:
         console.print(
             f"interrupted; to go on, run the same command with --run-dir {folder}", soft_wrap=True, highlight=False
@@ -89,6 +113,56 @@ def tune_command(
         raise typer.Exit(EXIT_FAILED)
     if recommendation.status == "infeasible":
         raise typer.Exit(EXIT_INFEASIBLE)
+
+
+@app.command("worker")
+def worker_command(
+    storage: Annotated[
+        str,
+        typer.Option(
+            envvar="TILEBUDGET_STORAGE",
+            help="Where the study is kept: a database's URL, grpc://HOST:PORT, a journal file, or a run folder.",
+        ),
+    ],
+    study: Annotated[
+        str, typer.Option(help="The study's name: the run folder's, or `tune --study`; in a run folder, the default.")
+    ] = STUDY_NAME,
+    trace: Annotated[
+        Path | None, typer.Option(help="The study's trace file, where it lies elsewhere on this machine.")
+    ] = None,
+    wait_limit: Annotated[
+        float, typer.Option(help="Seconds without a trial to run after which the worker leaves.")
+    ] = WAIT_LIMIT_S,
+) -> None:
+    """Run trials of a study that `tilebudget tune` has begun, on this machine's device, until its search ends."""
+    console = Console(stderr=True)
+    try:
+        with _stopped_by_sigterm():
+            num_run = work(
+                storage,
+                study,
+                trace=trace,
+                wait_limit_s=wait_limit,
+                on_row=lambda row: console.print(describe_row(row), soft_wrap=True, highlight=False),
+            )
+    except KeyboardInterrupt:
+        console.print("interrupted; the trial that was running was given back", soft_wrap=True, highlight=False)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    print(f"ran {num_run} trials of study {study}")
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Within it, SIGTERM (a cluster that takes its machine back) is a Ctrl-C."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.command("run")
@@ -341,7 +415,7 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     """Print the message, field names in the words of the command line (``--max-num-seqs``)."""
     names = {field.name for owner in (TuneConfig, EngineConfig) for field in fields(owner)}
-    names |= {"max_tokens", "out", "time_limit", "command"}
+    names |= {"max_tokens", "out", "time_limit", "command", "storage", "study", "workers"}
     head, separator, rest = message.partition("=")
     if separator and head in names:
         message = f"--{head.replace('_', '-')}={rest}"

@@ -224,6 +224,7 @@ def _is_lost(error: Exception) -> bool:
 
 def _first_line(error: BaseException) -> str:
     cause = error.__cause__ or error
+    cause = getattr(cause, "orig", None) or cause  # the driver's error, which SQLAlchemy wraps
     details = getattr(cause, "details", None)  # gRPC's text is longer
     text = details() if callable(details) else str(cause)
     return mask_passwords(str(text).strip().partition("\n")[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,8 +19,10 @@ from .server import make_target
 from .space import Candidate, SearchSpace
 from .storages import Pause
 from .stored_study import StoredStudy
-from .trial import TrialRunner
+from .trial import TrialRow, TrialRunner
 from .trial_queue import Claim, Proposal, TrialQueue
+
+_log = logging.getLogger(__name__)
 
 #: How long a worker stays without a trial to run, unless it is told otherwise.
 WAIT_LIMIT_S = 600.0
@@ -33,12 +36,14 @@ def work(
     wait_limit_s: float = WAIT_LIMIT_S,
     parent: int | None = None,
     given: tuple[TuneConfig, Target, Workload] | None = None,
+    on_row: Callable[[TrialRow], None] = lambda row: None,
 ) -> int:
     """Join a study and run its trials until its search is over, or no trial came for ``wait_limit_s``, or the process
     ``parent`` has ended; returns how many were run here.
 
     Settings come from the study; ``trace`` is where its trace file is on this machine. ``given`` takes the place of
-    what they name. Raises ValueError when this machine has not the study's device or requests.
+    what they name. ``on_row`` is told of every run. Raises ValueError when this machine has not the study's device or
+    requests.
     """
     stored = StoredStudy.join(storage, study_name, wait_limit_s=wait_limit_s)
     if given is None:
@@ -59,6 +64,7 @@ def work(
         problem.space,
         is_over=lambda: stored.is_over or (parent is not None and is_orphan(parent)),
         wait_limit_s=wait_limit_s,
+        on_row=on_row,
     )
 
 
@@ -84,15 +90,19 @@ def candidate_of(space: SearchSpace, proposal: Proposal) -> Candidate:
     return candidate
 
 
-def run_claim(queue: TrialQueue, runner: TrialRunner, space: SearchSpace, claim: Claim) -> None:
+def run_claim(queue: TrialQueue, runner: TrialRunner, space: SearchSpace, claim: Claim) -> TrialRow:
     """Run a claimed trial and record its outcome. Interrupted, the trial is given back."""
     candidate = candidate_of(space, claim.proposal)
     try:
         with queue.beating(claim):
             row, _ = runner.run(candidate, run=run_name(claim.proposal), role="search", prune=True)
             queue.finish(claim, row)
+            return row
     except KeyboardInterrupt:
-        queue.release(claim)
+        try:
+            queue.release(claim)
+        except Exception as error:  # the interruption may have come in the middle of the storage's own work
+            _log.warning("trial %d was not given back, it will be found lost: %s", claim.number, error)
         raise
 
 
@@ -102,7 +112,8 @@ def serve(
     space: SearchSpace,
     *,
     is_over: Callable[[], bool],
-    wait_limit_s: float = WAIT_LIMIT_S,
+    wait_limit_s: float,
+    on_row: Callable[[TrialRow], None],
 ) -> int:
     """Run trials until the study ``is_over``, or none came for ``wait_limit_s``; returns how many were run here."""
     num_run = 0
@@ -110,7 +121,7 @@ def serve(
     while time.monotonic() - idle_since_s < wait_limit_s:
         claim = queue.claim()
         if claim is not None:
-            run_claim(queue, runner, space, claim)
+            on_row(run_claim(queue, runner, space, claim))
             num_run += 1
             pause, idle_since_s = Pause(), time.monotonic()
         elif is_over():
