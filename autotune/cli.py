@@ -399,6 +399,8 @@ def main() -> None:
     if torchrun is not None and torchrun.rank > 0:
         serve_torchrun_rank(torchrun)
         return
+    # Ended by its supervisor as by Ctrl-C: a server that it started ends with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except ValueError as error:
