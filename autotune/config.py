@@ -54,7 +54,9 @@ class TuneConfig:
     trtllm; None takes the first that was measured) and ``tensor_parallel`` degree then are modelled, not run. On a
     device here ``kernels`` is torch, triton or auto, which None means: the faster of the two, operation by operation
     (torch on a CPU); and the model runs in ``tensor_parallel`` times ``pipeline_parallel`` processes, where that is
-    more than one: ``pipeline_parallel`` stages, each of ``tensor_parallel`` ranks.
+    more than one: ``pipeline_parallel`` stages, each of ``tensor_parallel`` ranks. A modelled device takes stages too.
+    pipeline_split: layers of each stage, such as ``20,20,20,20``; None splits evenly. pipeline_link: Gbit/s between the
+    stages of a modelled pipeline; None takes the system's own links, and between stages of a profile's device none.
     num_requests, max_num_seqs, max_model_len, num_trials, round_size: None takes DEFAULTS_BY_DEVICE; a modelled device
     then serves a ``trace`` whole.
     workload: preset name, used when there is no ``trace`` file. ``num_requests`` of it, arriving as
@@ -63,7 +65,8 @@ class TuneConfig:
     at P99, or at another percentile as in ``p90:2s``; None is no limit.
     objective: ``throughput``, ``goodput``, or ``capacity``, which sets the rate of the arrivals itself.
     min_budget, max_budget: tokens; None takes ``max_num_seqs`` and what the workload can fill.
-    pipeline_stages: the stage count whose bubble fraction is the second objective.
+    pipeline_stages: the stage count whose bubble fraction is the second objective where there is no pipeline; where
+    there is one, its own bubble fraction is.
     num_trials: budgets that the search may run. round_size: how many of them are proposed at a time: so many workers
     the search keeps busy, and its outcome depends on this, not on how many there are.
     repeats: extra runs of each contender, interleaved. A modelled device gives the same figures every time, so it runs
@@ -85,6 +88,8 @@ class TuneConfig:
     dtype: str = "auto"
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    pipeline_split: str | None = None
+    pipeline_link: float | None = None
     trace: Path | None = None
     workload: str = "azure-conv"
     num_requests: int | None = None
@@ -130,6 +135,18 @@ class TuneConfig:
         """Whether these tables are a profile's, which ``device`` then is the file of."""
         return self.modelled and self.device.endswith(PROFILE_SUFFIX)
 
+    @property
+    def stage_layers(self) -> tuple[int, ...] | None:
+        """Layers of each pipeline stage; None splits evenly."""
+        if self.pipeline_split is None:
+            return None
+        try:
+            return tuple(int(layers) for layers in self.pipeline_split.split(","))
+        except ValueError:
+            raise ValueError(
+                f"pipeline_split={self.pipeline_split!r}: must be whole numbers of layers, such as 20,20,20,20"
+            ) from None
+
     def __post_init__(self) -> None:
         self._settle_engine()
         kind = self._device_kind()
@@ -157,18 +174,22 @@ class TuneConfig:
                 parse_limit(name, getattr(self, name))
         if self.time_limit is not None and not self.time_limit > 0.0:
             raise ValueError(f"time_limit={self.time_limit}: must be above 0 seconds")
-        if self.from_profile and (self.kernels is not None or self.tensor_parallel * self.pipeline_parallel != 1):
+        if self.from_profile and (self.kernels is not None or self.tensor_parallel != 1):
             raise ValueError(
                 f"device={self.device!r}: is a profile of one GPU with its own kernels; neither kernels nor "
-                "tensor_parallel nor pipeline_parallel can be set for it"
+                "tensor_parallel can be set for it"
             )
         kernels = FRAMEWORKS if self.modelled else KERNELS
         if self.kernels is not None and self.kernels not in kernels:
             raise ValueError(f"kernels={self.kernels!r}: must be one of {', '.join(kernels)} on device={self.device!r}")
-        if self.pipeline_parallel != 1 and self.modelled:
+        if self.pipeline_split is not None and len(self.stage_layers or ()) != self.pipeline_parallel:
             raise ValueError(
-                f"pipeline_parallel={self.pipeline_parallel}: must be 1 on {self.device}, which is modelled; a device "
-                "here takes more"
+                f"pipeline_split={self.pipeline_split!r}: must name the layers of pipeline_parallel="
+                f"{self.pipeline_parallel} stages"
+            )
+        if self.pipeline_link is not None and not (self.pipeline_link > 0.0 and self.modelled):
+            raise ValueError(
+                f"pipeline_link={self.pipeline_link}: must be above 0 Gbit/s, between the stages of a modelled device"
             )
         for name in (
             "tensor_parallel",

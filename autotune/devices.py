@@ -11,6 +11,7 @@ from ..engine import AnyExecutor
 from ..engine.device import device_name
 from ..engine.distributed_executor import distributed_executor
 from ..engine.modelled_executor import ModelledExecutor
+from ..engine.modelled_pipeline import AnyModelled, Link, ModelledPipeline
 from ..engine.server_engine import Target
 from ..engine.stage_launch import Torchrun
 from ..engine.torch_executor import TorchExecutor
@@ -147,6 +148,7 @@ def make_executor(config: TuneConfig) -> AnyExecutor:
             kernels=kernels,
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
+            stage_layers=config.stage_layers,
         )
     torchrun = Torchrun.from_env()
     if torchrun is not None:
@@ -178,11 +180,24 @@ def modelled_kernels(config: TuneConfig) -> str:
     return config.kernels or next(framework for framework in FRAMEWORKS if framework in measured)
 
 
-def _modelled_executor(config: TuneConfig) -> ModelledExecutor:
-    return ModelledExecutor.from_silicon(
+def _modelled_executor(config: TuneConfig) -> AnyModelled:
+    framework = modelled_kernels(config)
+    dtype = "bf16" if config.dtype == "auto" else config.dtype
+    if config.pipeline_parallel == 1:
+        return ModelledExecutor.from_silicon(
+            config.model,
+            system=config.device,
+            framework=framework,
+            dtype=dtype,
+            tensor_parallel=config.tensor_parallel,
+        )
+    return ModelledPipeline.from_silicon(
         config.model,
         system=config.device,
-        framework=modelled_kernels(config),
-        dtype="bf16" if config.dtype == "auto" else config.dtype,
+        framework=framework,
+        dtype=dtype,
         tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
+        stage_layers=config.stage_layers,
+        link=None if config.pipeline_link is None else Link.of_gbit(config.pipeline_link),
     )

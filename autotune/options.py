@@ -53,9 +53,16 @@ OPTIONS: dict[str, object] = {
     "pipeline_parallel": Annotated[
         int,
         typer.Option(
-            help="Pipeline stages on a device here, each of --tensor-parallel processes; started by this command, or "
-            "by torchrun around it, on one host or several."
+            help="Pipeline stages, each of --tensor-parallel GPUs; on a device here processes, started by this command "
+            "or by torchrun around it, on one host or several. Their bubble fraction is then the second objective."
         ),
+    ],
+    "pipeline_split": Annotated[
+        str | None, typer.Option(help="Layers of each pipeline stage, such as 20,20,20,20. Default: even.")
+    ],
+    "pipeline_link": Annotated[
+        float | None,
+        typer.Option(help="Gbit/s between the stages of a modelled pipeline. Default: the system's own links."),
     ],
     "trace": Annotated[
         Path | None,
@@ -107,7 +114,10 @@ OPTIONS: dict[str, object] = {
     "block_size": Annotated[int, typer.Option(help="Tokens per KV block.")],
     "num_kv_blocks": Annotated[int | None, typer.Option(help="KV blocks. Default: what free memory holds.")],
     "pipeline_stages": Annotated[
-        int, typer.Option(help="Stages (2, 4 or 8) whose bubble fraction is the second objective.")
+        int,
+        typer.Option(
+            help="Stages (2, 4 or 8) whose bubble fraction is the second objective without --pipeline-parallel."
+        ),
     ],
     "num_trials": Annotated[
         int | None, typer.Option(help=f"Budgets that the search may run. {_by_device('num_trials')}")
@@ -157,7 +167,16 @@ OPTIONS: dict[str, object] = {
     ],
 }
 
-DEVICE = ("model", "device", "kernels", "dtype", "tensor_parallel", "pipeline_parallel")
+DEVICE = (
+    "model",
+    "device",
+    "kernels",
+    "dtype",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "pipeline_split",
+    "pipeline_link",
+)
 TRAFFIC = ("trace", "workload", "num_requests", "arrivals", "qps", "overlong")
 ENGINE = ("policy", "max_num_seqs", "max_model_len", "block_size", "num_kv_blocks")
 RUNTIME = ("seed", "num_threads")

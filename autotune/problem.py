@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..engine import AnyExecutor, EngineConfig, Workload
+from ..engine import AnyExecutor, EngineConfig, PipelinedExecutor, Workload
 from ..engine.metrics import SLO
-from ..engine.modelled_executor import ModelledExecutor
+from ..engine.modelled_pipeline import AnyModelled
 from ..engine.presets import preset_workload
 from ..engine.server_engine import Target, engine_on
 from ..engine.slo import ReferenceDecode, parse_limit, reference_decode, resolve_slo
@@ -53,7 +53,10 @@ class Problem:
 
     @property
     def variance_metric(self) -> str:
-        """The pipeline variance that the study minimises."""
+        """The pipeline variance that the study minimises: the bubbles of the pipeline that runs, else those that the
+        iterations would leave in one."""
+        if isinstance(self.executor, PipelinedExecutor) and self.executor.num_stages > 1:
+            return "bubble_fraction"
         return f"bubble_fraction_{self.config.pipeline_stages}"
 
     @property
@@ -69,7 +72,7 @@ class Problem:
     @property
     def judge(self) -> Judge:
         """What compares contenders of this study."""
-        exact = isinstance(self.executor, ModelledExecutor)
+        exact = isinstance(self.executor, AnyModelled)
         return Judge(objective=self.objective, variance_metric=self.variance_metric, exact=exact)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from ..engine import EngineConfig, Executor
 from ..engine.hf_config import resolve_model
 from ..engine.modelled_executor import ModelledExecutor
+from ..engine.modelled_pipeline import AnyModelled, Link, ModelledPipeline
+from ..engine.partition import Partition
 from ..engine.profile import Profile, measure_profile
 from ..kernels.latency import LatencyTable
 from ..kernels.latency_file import LatencyFileError, load_table
@@ -61,8 +64,11 @@ def list_profiles() -> list[SavedProfile]:
     return found
 
 
-def profile_executor(config: TuneConfig) -> ModelledExecutor:
-    """The device of a profile's file. ValueError when the file is not there, or is of another model or dtype."""
+def profile_executor(config: TuneConfig) -> AnyModelled:
+    """The device of a profile's file, or a pipeline of such devices.
+
+    Raises ValueError when the file is not there, or is of another model or dtype.
+    """
     path = Path(config.device)
     if not path.is_file():
         raise ValueError(f"device={config.device!r}: there is no such profile; see `tilebudget devices`")
@@ -72,7 +78,11 @@ def profile_executor(config: TuneConfig) -> ModelledExecutor:
     model, _ = resolve_model(config.model)
     if table.model.name != model.name:
         raise ValueError(f"model={config.model!r}: the profile {path.name} is of {table.model.name}")
-    return ModelledExecutor(table, model)
+    if config.pipeline_parallel == 1:
+        return ModelledExecutor(table, model)
+    partition = Partition.of(model, pipeline_parallel=config.pipeline_parallel, stage_layers=config.stage_layers)
+    link = Link(bytes_per_s=inf) if config.pipeline_link is None else Link.of_gbit(config.pipeline_link)
+    return ModelledPipeline(table, partition, [link] * (config.pipeline_parallel - 1))
 
 
 def profile_staircase(path: Path, *, min_jump_pct: float) -> TileAnalysis:

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from ..engine import Workload
 from ..engine.metrics import QUANTILE_FIELDS, SLO
-from ..engine.modelled_executor import ModelledExecutor
+from ..engine.modelled_pipeline import AnyModelled
 from ..engine.server_engine import Target
 from ..kernels.latency import LatencyTable
 from ..kernels.silicon import system_spec
@@ -59,6 +59,7 @@ EXPECTED_METRICS = (
     "ttft_p50_ms",
     "output_tokens_per_s",
     "total_tokens_per_s",
+    "bubble_fraction",
     "bubble_fraction_2",
     "bubble_fraction_4",
     "bubble_fraction_8",
@@ -179,7 +180,7 @@ def _start_workers(
 ) -> LocalWorkers:
     """The workers beside this process, which wait until the study is there."""
     if num_workers is None:
-        num_workers = num_cores() if isinstance(executor, ModelledExecutor) else 1
+        num_workers = num_cores() if isinstance(executor, AnyModelled) else 1
     if num_workers < 0:
         raise ValueError(f"workers={num_workers}: must be at least 0")
     count, parent = max(0, num_workers - 1), os.getpid()
@@ -292,7 +293,7 @@ def _write_curves(folder: RunFolder, problem: Problem, token_budget: int | None,
 
 
 def _table(executor: Target) -> LatencyTable | None:
-    return executor.table if isinstance(executor, ModelledExecutor) else None
+    return executor.table if isinstance(executor, AnyModelled) else None
 
 
 def _alternatives(

@@ -180,7 +180,7 @@ def main() -> None:
         }
         print(json.dumps({"setting": setting, "summary": summary, "rows": rows}, indent=1))
         return
-    print(f"{'model':12} {'workload':9} {'slo':14} {'policy':8} {'budget':>9} {'qps':>6} {'P99 TBT':>8} {'bubbles':>8}")
+    print(f"{'model':12} {'workload':9} {'slo':14} {'policy':8} {'budget':>9} {'qps':>6} {'TBT':>8} {'bubbles':>8}")
     for row in rows:
         print(
             f"{row['model']:12} {row['workload']:9} {row['slo']:14} {row['policy']:8} "
@@ -189,9 +189,9 @@ def main() -> None:
         )
     for row in summary:
         over = "none" if row["over_orca"] is None else f"{row['over_orca']:.2f}x"
-        print(
-            f"{row['model']} {row['workload']} {row['slo']}: budget {row['best_budget']}, {over} of orca. {row['paper']}"
-        )
+        print(f"{row['model']} {row['workload']} {row['slo']}: budget {row['best_budget']}, {over} what orca serves")
+    for model, says in PAPER.items():
+        print(f"paper, {model}: {says}")
 
 
 if __name__ == "__main__":

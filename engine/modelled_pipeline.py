@@ -15,7 +15,7 @@ from .config import EngineConfig
 from .executor import PipelinedStepResult
 from .hf_config import resolve_model
 from .kv_cache import BlockManager
-from .modelled_executor import ELEMENT_BYTES, batch_shape, num_kv_blocks, unroll, weight_bytes
+from .modelled_executor import ELEMENT_BYTES, ModelledExecutor, batch_shape, num_kv_blocks, unroll, weight_bytes
 from .partition import Partition
 from .pipeline_clock import PipelineClock
 from .request import Batch
@@ -33,6 +33,11 @@ class Link:
             raise ValueError(f"bytes_per_s={self.bytes_per_s}: must be above 0")
         if not self.latency_s >= 0.0:
             raise ValueError(f"latency_s={self.latency_s}: must be 0 or more")
+
+    @classmethod
+    def of_gbit(cls, gbit_per_s: float) -> Self:
+        """A link of so many Gbit/s, without latency."""
+        return cls(bytes_per_s=gbit_per_s * 1e9 / 8)
 
 
 class ModelledPipeline:
@@ -172,6 +177,9 @@ class ModelledPipeline:
     def collect(self) -> PipelinedStepResult:
         """The oldest micro-batch in flight."""
         return self._in_flight.popleft()
+
+
+AnyModelled = ModelledExecutor | ModelledPipeline
 
 
 def system_links(spec: SystemSpec, partition: Partition) -> list[Link]:
