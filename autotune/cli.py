@@ -30,6 +30,7 @@ from ..reports import build_report
 from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
 from .console import TuneProgress, counting_progress, describe_row, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
+from .disaggregation import Yardstick, make_yardstick, parse_split
 from .options import DEVICE, ENGINE, RUNTIME, SERVER, STUDY, TRAFFIC, Json, Setting, takes
 from .problem import load_workload, read_staircase, staircase_costs, workload_summary
 from .profiles import default_profile_path, profile_device
@@ -88,17 +89,38 @@ def tune_command(
             "modelled device, else 1.",
         ),
     ] = None,
+    yardstick: Annotated[
+        str | None,
+        typer.Option(
+            help="disaggregated: on a modelled system, also compare replicas with chunked prefill to prefill and "
+            "decode on GPUs apart; the report has the table."
+        ),
+    ] = None,
+    yardstick_gpus: Annotated[int, typer.Option(help="GPUs of either side.")] = Yardstick.num_gpus,
+    yardstick_split: Annotated[
+        str | None, typer.Option(help="Prefill and decode instances, such as 1:3. Default: every split.")
+    ] = None,
     as_json: Json = False,
     **settings: Setting,
 ) -> None:
     """Tune the token budget; with no flags, that of a built-in model on the device here."""
     config = _config(settings)
+    held_against = None
+    if yardstick is not None:
+        split = None if yardstick_split is None else parse_split(yardstick_split)
+        held_against = make_yardstick(yardstick, yardstick_gpus, split)
     folder = run_dir or default_run_dir(config.model)
     console = Console(stderr=True)
     try:
         with _stopped_by_sigterm(), TuneProgress(console) as progress:
             recommendation = tune(
-                config, run_dir=folder, storage=storage, study_name=study, num_workers=workers, progress=progress
+                config,
+                run_dir=folder,
+                storage=storage,
+                study_name=study,
+                num_workers=workers,
+                yardstick=held_against,
+                progress=progress,
             )
     except KeyboardInterrupt:
         console.print(
@@ -418,6 +440,7 @@ def _fail(message: str, code: int) -> None:
     """Print the message, field names in the words of the command line (``--max-num-seqs``)."""
     names = {field.name for owner in (TuneConfig, EngineConfig) for field in fields(owner)}
     names |= {"max_tokens", "out", "time_limit", "command", "storage", "study", "workers"}
+    names |= {"yardstick", "yardstick_gpus", "yardstick_split"}
     head, separator, rest = message.partition("=")
     if separator and head in names:
         message = f"--{head.replace('_', '-')}={rest}"

@@ -20,6 +20,7 @@ PHASES = {
     "anchor": "checking for drift",
     "sensitivity": "asking what would change it",
     "policy": "comparing policies",
+    "yardstick": "measuring the yardstick",
 }
 
 
@@ -49,13 +50,13 @@ class TuneProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def __call__(self, phase: str, done: int, planned: int, row: TrialRow) -> None:
-        """One run has finished."""
-        if phase == "search" and promising(row):
+    def __call__(self, phase: str, done: int, planned: int, row: TrialRow | None) -> None:
+        """One run has finished; 0 ``planned``: nobody knows how many there will be, no ``row``: it is no trial."""
+        if row is not None and phase == "search" and promising(row):
             self._best = max(self._best or row, row, key=lambda one: one.score)
         best = "no feasible budget yet" if self._best is None else f"best so far {self._best.token_budget}"
-        self._bar.update(self._task, description=PHASES[phase], completed=done, total=planned, best=best)
-        if not self.console.is_terminal:
+        self._bar.update(self._task, description=PHASES[phase], completed=done, total=planned or None, best=best)
+        if row is not None and not self.console.is_terminal:
             self.console.print(
                 f"{phase} {done}/{planned}: {describe_row(row)}; {best}", soft_wrap=True, highlight=False
             )

@@ -16,7 +16,7 @@ from .trial import TrialRow, TrialRunner
 
 #: Told of every finished run: phase (``search``, ``repeat``, ``anchor``, ``policy``), how many of how many are done in
 #: it, and the row.
-ProgressSink = Callable[[str, int, int, TrialRow], None]
+ProgressSink = Callable[[str, int, int, TrialRow | None], None]
 
 
 #: Rounds at most, for each of the settings' ``repeats``.

@@ -24,6 +24,7 @@ from .contenders import ProgressSink, check_drift, compare_policies, repeat_cont
 from .cost_curves import CURVES_FILE, BatchSizes, cost_curves
 from .device_lock import device_lock
 from .devices import visible_gpus
+from .disaggregation import Yardstick, compare_disaggregated
 from .environment import command_line, package_versions, source_commit
 from .importance import IMPORTANCE_FILE, parameter_importance
 from .parallel import LocalWorkers, num_cores
@@ -77,6 +78,7 @@ def tune(
     storage: str | None = None,
     study_name: str | None = None,
     num_workers: int | None = None,
+    yardstick: Yardstick | None = None,
     command: str | None = None,
     progress: ProgressSink | None = None,
     **settings: str | int | float | Path | None,
@@ -92,12 +94,16 @@ def tune(
     this process being one of them; 0 leaves it to others, None takes one a core on a modelled device and this process
     alone on one that is here.
 
+    ``yardstick`` holds a modelled device against prefill and decode on GPUs apart, in ``disaggregation.json``.
+
     Raises ValueError on bad settings (naming field, value and rule) and TileBudgetError when the device cannot do the
     work at all; a single run that fails is a failed trial. Ctrl-C leaves a study that resumes.
     """
     # Settings alone make a config of their own, for some defaults depend on the device.
     config = replace(config, **settings) if config else TuneConfig(**settings)  # type: ignore[arg-type]
     check_server_study(config)
+    if yardstick is not None:
+        yardstick.num_instances(config)  # refuses what it cannot compare before the study, not after it
     folder = RunFolder(run_dir or default_run_dir(config.model))
     command = command or command_line()
     report_progress = progress or (lambda phase, done, planned, row: None)
@@ -164,6 +170,14 @@ def tune(
             folder.write_json(IMPORTANCE_FILE, importance)
         _write_curves(folder, problem, recommendation.token_budget, _table(executor) or warm.table)
         folder.write_json("recommendation.json", recommendation.to_json())
+        if yardstick is not None and recommendation.token_budget is not None:
+            comparison = compare_disaggregated(
+                problem,
+                recommendation.token_budget,
+                yardstick,
+                lambda done: report_progress("yardstick", done, 0, None),
+            )
+            folder.write_json("disaggregation.json", comparison)
         folder.point_latest()
         build_report(folder.path)
         save_recommendation(recommendation)
