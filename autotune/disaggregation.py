@@ -212,7 +212,9 @@ def compare_disaggregated(
 
 def _limits(problem: Problem) -> Iterator[SLO]:
     """The study's SLO, and the same with other limits on TBT, tight ones first."""
-    reference_s = problem.facts.reference.duration_s
+    reference = problem.facts.reference
+    assert reference is not None, "only a server may lack one, and it is not modelled"
+    reference_s = reference.duration_s
     slos = [replace(problem.slo, name=name, tbt_s=multiple * reference_s) for name, multiple in SLO_MULTIPLES.items()]
     if problem.slo.name not in SLO_MULTIPLES:
         slos.append(problem.slo)
