@@ -62,6 +62,8 @@ class Yardstick:
                 f"yardstick='disaggregated': needs a modelled system such as h200_sxm, whose links are known, and the "
                 f"study has device={config.device!r}"
             )
+        if config.pipeline_parallel != 1:
+            raise ValueError(f"pipeline_parallel={config.pipeline_parallel}: must be 1 for yardstick='disaggregated'")
         instances, rest = divmod(self.num_gpus, config.tensor_parallel)
         if rest or instances < 2:
             raise ValueError(

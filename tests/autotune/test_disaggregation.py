@@ -109,6 +109,7 @@ def test_the_run_folder_has_it(tmp_path: Path) -> None:
         ),
         (Yardstick(num_gpus=3), {"tensor_parallel": 2}, "yardstick_gpus=3: must be a multiple of tensor_parallel=2"),
         (Yardstick(num_gpus=2), {"tensor_parallel": 2}, "yardstick_gpus=2: must be a multiple of tensor_parallel=2"),
+        (Yardstick(), {"pipeline_parallel": 2}, "pipeline_parallel=2: must be 1 for yardstick='disaggregated'"),
         (Yardstick(num_gpus=4, split=SPLIT), {}, "yardstick_split='1:1': must add up to 4 instances"),
     ],
 )
