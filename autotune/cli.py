@@ -26,7 +26,7 @@ from ..engine.server_engine import engine_on
 from ..engine.stage_launch import Torchrun, dismiss_torchrun_ranks, serve_torchrun_rank
 from ..engine.traces import load_prompts
 from ..kernels.errors import TileBudgetError
-from ..reports import build_report
+from ..reports import COMPARE_NAME, build_comparison, build_report
 from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
 from .console import TuneProgress, counting_progress, describe_row, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
@@ -348,6 +348,15 @@ def report_command(
 ) -> None:
     """Rebuild report.html of a run folder from its other files."""
     print(build_report(run_folder))
+
+
+@app.command("compare")
+def compare_command(
+    run_folders: Annotated[list[Path], typer.Argument(help="Two or more run folders, in the order to show them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path(COMPARE_NAME),
+) -> None:
+    """Put several studies on one page: GPUs, models, SLOs side by side."""
+    print(build_comparison(run_folders, output))
 
 
 @app.command("show")

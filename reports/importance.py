@@ -40,7 +40,10 @@ def draw_importance(folder: RunFolder) -> Drawing:
                 x=[100 * shares.get(parameter, 0.0) for parameter in parameters],
                 y=[PARAMETER_NAMES.get(parameter, parameter).replace(" (", "<br>(") for parameter in parameters],
                 name=METRIC_NAMES.get(metric, metric),
-                marker={"color": color, "pattern": {"shape": pattern, "fgcolor": "#000000", "fgopacity": 0.35}},
+                marker={
+                    "color": color,
+                    "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "#000000", "fgopacity": 0.35},
+                },
                 hovertemplate="%{y}: %{x:.1f}%<extra></extra>",
             )
         )

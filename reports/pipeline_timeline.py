@@ -77,7 +77,9 @@ def draw_pipeline_timeline(folder: RunFolder, lanes: list[Lane]) -> Drawing:
         kinds = composition(lane.iterations.iloc[begin:end])
         _add_stages(figure, stages, kinds, lane, base, 1e3 * zero_s, legend=place == 0)
         labels |= {
-            base + stages.start_s.shape[1] - 1 - stage: f"{lane.name}, {stage + 1}" if not stage else f"{stage + 1}"
+            base + stages.start_s.shape[1] - 1 - stage: f"{lane.name.replace('FasterT', 'Faster<br>T')}, {stage + 1}"
+            if not stage
+            else f"{stage + 1}"
             for stage in range(stages.start_s.shape[1])
         }
         facts.append((lane.name, stages.bubble_fraction(0, end - begin)))

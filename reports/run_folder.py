@@ -108,8 +108,8 @@ class RunFolder:
         return bool(self.trials[list(PREDICTED_COLUMNS)].notna().any(axis=None))
 
 
-def read_run_folder(path: Path) -> RunFolder:
-    """The run folder at ``path``. Raises ValueError naming the file that is missing or wrong."""
+def read_run_folder(path: Path, *, records: bool = True) -> RunFolder:
+    """The run folder at ``path``, without iterations and tokens where ``records`` is false. Raises ValueError naming the file that is missing or wrong."""
     if not path.is_dir():
         raise ValueError(f"run folder {path}: no such directory")
     missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
@@ -119,7 +119,7 @@ def read_run_folder(path: Path) -> RunFolder:
         )
     trials = _read_trials(path / "trials.parquet")
     policy_rows = trials[(trials["role"] == "policy") & (trials["state"] == "complete")]
-    runs = [str(run) for run in policy_rows["run"]]
+    runs = [str(run) for run in policy_rows["run"]] if records else []
     iterations = _read_iterations(path / "iterations.parquet", runs)
     profile, tiles, curves = path / "profile.json", path / "tiles.json", path / "cost_curves.json"
     return RunFolder(

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from page_text import Figure, figures, numbers, words
 from sample_study import Folder, make_folder, tbt_columns, trial
 from tilebudget.reports import build_report
 
-Figure = dict[str, list[dict[str, object]]]
 ALL_FIGURES = {
     "budgets",
     "tails",
@@ -37,26 +37,6 @@ ALL_FIGURES = {
 }
 #: Drawn from the device's cost curves and from the search alone, whatever its runs came to.
 OF_DEVICE = {"throughput", "roofline", "free_prefill", "chunking", "staircase", "importance"}
-
-
-def words(page: str) -> str:
-    """What a reader sees: no markup, no plotly.js, no figure data."""
-    body = re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
-    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", body)))
-
-
-def figures(page: str) -> dict[str, Figure]:
-    """The figures embedded in the page, by name."""
-    found = re.findall(r'<script type="application/json" id="figure-(\w+)">(.*?)</script>', page, flags=re.DOTALL)
-    return {name: json.loads(text) for name, text in found}
-
-
-def numbers(values: object) -> list[float]:
-    """A coordinate of a plotly trace as numbers; plotly writes arrays in base64."""
-    if isinstance(values, dict):
-        stored = np.frombuffer(base64.b64decode(values["bdata"]), dtype=np.dtype(values["dtype"]))
-        return [float(value) for value in stored]
-    return [float("nan") if value is None else float(value) for value in values] if isinstance(values, list) else []
 
 
 def has_data(figure: Figure) -> bool:
