@@ -36,6 +36,12 @@ class Study:
         rows = self.budgets[self.budgets["recommended"]]
         return rows.iloc[0] if len(rows) else None
 
+    @property
+    def over_slo(self) -> pd.Series:
+        """P99 TBT of each budget as a multiple of the SLO, NaN without one."""
+        limit_ms = self.folder.answer.slo.tbt_p99_ms or float("nan")
+        return self.budgets["tbt_p99_ms"] / limit_ms
+
     def value(self, metric: str) -> float:
         """An expected figure of the recommendation, NaN where there is none."""
         estimate = self.folder.answer.expected.get(metric)
@@ -126,12 +132,10 @@ def draw_latencies(studies: Sequence[Study]) -> Drawing:
     """Budget against P99 TBT as a multiple of the study's own SLO, so that studies with other SLOs compare."""
     name, title = "latencies", "P99 TBT over the SLO by budget"
     with_slo = [study for study in studies if study.folder.answer.slo.tbt_p99_ms]
-    figure, drawn = _lines(
-        with_slo, lambda study: study.budgets["tbt_p99_ms"] / study.folder.answer.slo.tbt_p99_ms, "of the SLO", ".2f"
-    )
+    figure, drawn = _lines(with_slo, lambda study: study.over_slo, "of the SLO", ".2f")
     if not drawn:
         return Drawing(name=name, title=title, finding="No study has both an SLO and a P99 TBT, so nothing is drawn.")
-    ratios = pd.concat([study.budgets["tbt_p99_ms"] / study.folder.answer.slo.tbt_p99_ms for study in drawn]).dropna()
+    ratios = pd.concat([study.over_slo for study in drawn]).dropna()
     axis = latency_axis(ratios, 1.0)
     figure.update_yaxes(title_text="P99 TBT ÷ SLO" + (" (log)" if "type" in axis else ""), **axis)
     figure.add_hline(y=1, line={"color": INK, "dash": "dash", "width": 1.5}, name="slo")

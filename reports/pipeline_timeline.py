@@ -76,10 +76,9 @@ def draw_pipeline_timeline(folder: RunFolder, lanes: list[Lane]) -> Drawing:
         base = float((len(chosen) - 1 - place) * (stages.start_s.shape[1] + 1))
         kinds = composition(lane.iterations.iloc[begin:end])
         _add_stages(figure, stages, kinds, lane, base, 1e3 * zero_s, legend=place == 0)
+        top, policy = base + stages.start_s.shape[1] - 1, lane.name.replace("FasterT", "Faster<br>T")
         labels |= {
-            base + stages.start_s.shape[1] - 1 - stage: f"{lane.name.replace('FasterT', 'Faster<br>T')}, {stage + 1}"
-            if not stage
-            else f"{stage + 1}"
+            top - stage: f"{policy}, {stage + 1}" if not stage else f"{stage + 1}"
             for stage in range(stages.start_s.shape[1])
         }
         facts.append((lane.name, stages.bubble_fraction(0, end - begin)))

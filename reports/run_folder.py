@@ -109,7 +109,10 @@ class RunFolder:
 
 
 def read_run_folder(path: Path, *, records: bool = True) -> RunFolder:
-    """The run folder at ``path``, without iterations and tokens where ``records`` is false. Raises ValueError naming the file that is missing or wrong."""
+    """The run folder at ``path``, without iterations and tokens where ``records`` is false.
+
+    Raises ValueError naming the file that is missing or wrong.
+    """
     if not path.is_dir():
         raise ValueError(f"run folder {path}: no such directory")
     missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
