@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,10 @@ from typing import Self
 
 from ..kernels.errors import TileBudgetError
 from .holder import Holder
+from .pause import Pause
+
+#: A wait that is no longer than this is not worth a word.
+QUIET_S = 2.0
 
 
 class LockedError(TileBudgetError):
@@ -24,7 +29,8 @@ class FileLock:
     """An exclusive ``flock`` on the file at ``path``, which says who holds it while it is held and is removed after.
 
     A context manager. Where another process holds the lock, it raises LockedError with that process's name and
-    ``advice``; with ``on_wait``, it tells that once and waits instead. Threads of one process exclude each other too.
+    ``advice``; with ``on_wait``, it waits instead, and tells that once when it takes longer than ``QUIET_S``. Threads
+    of one process exclude each other too.
     """
 
     def __init__(
@@ -37,7 +43,7 @@ class FileLock:
         self._handle: int | None = None
 
     def __enter__(self) -> Self:
-        told = False
+        told, quiet_until_s, pause = False, time.monotonic() + QUIET_S, Pause()
         while self._handle is None:
             handle = _open(self._path)
             try:
@@ -47,6 +53,9 @@ class FileLock:
                     message = f"{self._what} is in use by {_read_holder(handle)}{self._advice}"
                     if self._on_wait is None:
                         raise LockedError(message) from None
+                    if not told and time.monotonic() < quiet_until_s:
+                        pause()
+                        continue
                     if not told:
                         self._on_wait(message)
                         told = True

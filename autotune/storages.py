@@ -22,6 +22,7 @@ from sqlalchemy.exc import ArgumentError, InterfaceError, NoSuchModuleError, Ope
 
 from ..kernels.errors import TileBudgetError
 from .environment import mask_passwords
+from .pause import Pause
 
 _log = logging.getLogger(__name__)
 
@@ -32,19 +33,6 @@ DEFAULT_GRPC_PORT = 13000
 RECONNECT_LIMIT_S = 300.0
 
 Result = TypeVar("Result")
-
-
-class Pause:
-    """Sleeps when called: briefly at first, longer when nothing has happened for a while."""
-
-    def __init__(self, shortest_s: float = 0.01, longest_s: float = 0.5) -> None:
-        self._next_s = shortest_s
-        self._longest_s = longest_s
-
-    def __call__(self) -> None:
-        """Sleep."""
-        time.sleep(self._next_s)
-        self._next_s = min(2 * self._next_s, self._longest_s)
 
 
 class StorageError(TileBudgetError):

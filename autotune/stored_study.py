@@ -20,9 +20,10 @@ from .config import TuneConfig
 from .environment import mask_passwords
 from .file_lock import LockedError
 from .holder import Holder
+from .pause import Pause
 from .problem import DeviceFacts
 from .sampler import DIRECTIONS
-from .storages import Pause, StorageError, open_storage, patiently
+from .storages import StorageError, open_storage, patiently
 from .trial_queue import BEAT_S, GRACE_S, TrialQueue
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from stair_device import StairDevice
 from tilebudget.autotune import TuneConfig, storages, tune
 from tilebudget.autotune.holder import Holder
 from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
-from tilebudget.autotune.trial_queue import TrialQueue
+from tilebudget.autotune.trial_queue import Claim, TrialQueue
 from tilebudget.engine import EngineConfig, Workload
 from worker_study import CONFIG, EDGES, WorkerStudy, essence
 
@@ -83,6 +83,27 @@ def test_the_number_of_workers_changes_nothing(
     check_each_counts_once(study, num_lost=0)
     ran = {trial.user_attrs["worker"] for trial in study.queue().study.get_trials(deepcopy=False)}
     assert str(os.getpid()) not in str(ran)
+
+
+def test_the_order_of_trials_changes_nothing(
+    tmp_path: Path, workload: Workload, alone: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = TrialQueue._claim
+
+    def claim_the_last(queue: TrialQueue) -> Claim | None:
+        trials = queue._trials()[::-1]
+        monkeypatch.setattr(queue, "_trials", lambda: trials)
+        try:
+            return claim(queue)
+        finally:
+            monkeypatch.delattr(queue, "_trials")
+
+    monkeypatch.setattr(TrialQueue, "_claim", claim_the_last)
+    study = WorkerStudy(tmp_path / "study.journal", workload)
+    assert essence(study.search()) == alone
+    trials = study.queue().study.get_trials(deepcopy=False)
+    began = [trial.datetime_start for trial in trials[:6] if trial.datetime_start is not None]
+    assert began == sorted(began, reverse=True)
 
 
 def test_workers_that_tune_starts_do_not_change_the_recommendation(tmp_path: Path, workload: Workload) -> None:
