@@ -103,9 +103,19 @@ class Answer:
 
     @property
     def bubble_metric(self) -> str:
-        """The bubble fraction shown first: of the recommendation's own stage count where measured, else of 4 stages."""
+        """The bubble fraction shown first: of the pipeline that ran; without one what the iterations would leave in one
+        of the recommendation's own stage count where measured, else of 4 stages."""
+        if "bubble_fraction" in self.expected:
+            return "bubble_fraction"
         own = f"bubble_fraction_{self.key.get('pipeline_parallel', '')}"
         return own if own in ("bubble_fraction_2", "bubble_fraction_8") else "bubble_fraction_4"
+
+    @property
+    def bubble_stages(self) -> int:
+        """The stage count of ``bubble_metric``."""
+        if self.bubble_metric == "bubble_fraction":
+            return int(self.key["pipeline_parallel"])
+        return int(self.bubble_metric.rsplit("_", 1)[1])
 
 
 def parse_answer(json: JsonObject) -> Answer:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from .batching import draw_chunking, draw_free_prefill, draw_roofline, draw_throughput
+from .bubble_causes import draw_bubble_causes
 from .budgets import summarise_budgets
 from .card import launches, lead, tiles
 from .cost_tables import cost_tables
@@ -59,6 +60,7 @@ def render_report(folder: RunFolder) -> str:
         draw_policy_tails(folder),
         draw_chunking(folder),
         draw_pipeline(folder, budgets),
+        *([causes] if (causes := draw_bubble_causes(folder, budgets)) else []),
         draw_pipeline_timeline(folder, lanes),
         draw_predictions(folder),
         draw_history(folder),
@@ -86,7 +88,7 @@ def render_report(folder: RunFolder) -> str:
             "traffic": _traffic(folder),
             "provenance": provenance(folder),
             "download": download_link(folder),
-            "stages": answer.bubble_metric.rsplit("_", 1)[1],
+            "stages": answer.bubble_stages,
         },
     )
 

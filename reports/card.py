@@ -52,7 +52,7 @@ def tiles(answer: Answer) -> list[Tile]:
     largest = expected.get("tbt_max_ms")
     output = expected.get("output_tokens_per_s")
     cv = expected.get("iteration_cv")
-    stages = answer.bubble_metric.rsplit("_", 1)[1]
+    stages = answer.bubble_stages
     return [
         _tile("P99 time between tokens", "ms", p99, 1.0, versus),
         _tile(

@@ -34,7 +34,7 @@ def draw_budgets(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
     panels = [
         ("tbt_p99_ms", "P99 TBT, ms", 1.0, ".4~g"),
         ("total_tokens_per_s", "total tokens/s", 1.0, ",.0f"),
-        (bubble, f"bubbles, {bubble.rsplit('_', 1)[1]} stages, %", 100.0, ".1f"),
+        (bubble, f"bubbles, {folder.answer.bubble_stages} stages, %", 100.0, ".1f"),
     ]
     panels = [panel for panel in panels if budgets[panel[0]].notna().any()]
     if not panels:

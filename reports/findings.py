@@ -166,7 +166,7 @@ def pipeline_finding(folder: RunFolder, budgets: pd.DataFrame) -> str:
     rows = budgets[budgets[metric].notna()]
     if rows.empty:
         return "No trial carries a bubble fraction for this stage count."
-    stages = metric.rsplit("_", 1)[1]
+    stages = folder.answer.bubble_stages
     low, high = lowest(rows, metric), highest(rows, metric)
     chosen = rows[rows["recommended"]]
     own = f", and {percent(chosen.iloc[0][metric])} at the recommended {chosen.iloc[0]['label']}" if len(chosen) else ""

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pandas as pd
 import plotly.graph_objects as go
 
+from .bubble_causes import CAUSES
 from .lanes import Lane
 from .run_folder import RunFolder
 from .style import INK, PAPER, VERMILLION, Drawing, finish
@@ -23,11 +24,12 @@ FloatArray = npt.NDArray[np.float64]
 @dataclass(frozen=True, kw_only=True)
 class Stages:
     """Start and end of every iteration in every stage, seconds, ``[iterations, stages]``; ``replayed`` from the run's
-    own iterations, or as a real pipeline had them."""
+    own iterations, or as a real pipeline had them, with the main cause of the bubbles before each iteration."""
 
     start_s: FloatArray
     end_s: FloatArray
     replayed: bool
+    causes: tuple[str, ...] = ()
 
     def bubble_fraction(self, begin: int, end: int) -> float:
         """Idle share of all stages between the first start and the last end of iterations ``begin:end``."""
@@ -60,7 +62,7 @@ def draw_pipeline_timeline(folder: RunFolder, lanes: list[Lane]) -> Drawing:
     worth of a stretch where prefills and decodes meet."""
     name, title = "stages", "A pipeline at work, with its bubbles"
     chosen = _two(folder, lanes)
-    num_stages = int(folder.answer.bubble_metric.rsplit("_", 1)[1])
+    num_stages = folder.answer.bubble_stages
     if not chosen:
         return Drawing(name=name, title=title, finding=ABSENT)
     figure = go.Figure()
@@ -102,7 +104,7 @@ def draw_pipeline_timeline(folder: RunFolder, lanes: list[Lane]) -> Drawing:
     )
     note = (
         f"{how}; rows are stages, {NUM_DRAWN} micro-batches where prefills and decodes meet. Red: the stage "
-        "waits (bubble), because a neighbour's micro-batch takes longer."
+        "waits (bubble)."
     )
     return Drawing(
         name=name, title=title, finding=_finding(folder, facts, num_stages, chosen), note=note, figure=figure
@@ -142,10 +144,20 @@ def _stages(iterations: pd.DataFrame, begin: int, end: int, num_stages: int) -> 
     drawn = iterations.iloc[begin:end]
     if "stage_start_s" in drawn and drawn["stage_start_s"].notna().all():
         recorded = (np.stack(list(drawn[name])) for name in ("stage_start_s", "stage_end_s"))
-        return Stages(start_s=next(recorded), end_s=next(recorded), replayed=False)
+        return Stages(start_s=next(recorded), end_s=next(recorded), replayed=False, causes=_causes(drawn))
     before = min(begin, 4 * num_stages)
     stages = replay_stages(iterations["duration_s"].to_numpy(dtype=float)[begin - before : end], num_stages)
     return Stages(start_s=stages.start_s[before:], end_s=stages.end_s[before:], replayed=True)
+
+
+def _causes(iterations: pd.DataFrame) -> tuple[str, ...]:
+    """The largest cause of the bubbles before each iteration; empty where the run has none recorded."""
+    columns = [f"{column}_s" for column in CAUSES]
+    if any(column not in iterations for column in columns):
+        return ()
+    largest = iterations[columns].to_numpy(dtype=float).argmax(axis=1)
+    names = [cause for cause, *_ in CAUSES.values()]
+    return tuple(f" for {names[place]}" for place in largest)
 
 
 def _add_stages(
@@ -194,7 +206,9 @@ def _add_stages(
             legendgroup="bubble",
             showlegend=legend,
             marker={"color": VERMILLION, "opacity": 0.85, "line": {"width": 0}},
-            hovertemplate=f"{lane.name}: the stage waits %{{x:.4~g}} ms<extra></extra>",
+            text=[stages.causes[row + 1] if stages.causes else "" for row in rows],
+            textposition="none",
+            hovertemplate=f"{lane.name}: the stage waits %{{x:.4~g}} ms%{{text}}<extra></extra>",
         )
     )
 

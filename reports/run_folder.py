@@ -20,6 +20,11 @@ from .staircase import TokenStaircase, parse_staircase
 
 REQUIRED_FILES = ("recommendation.json", "environment.json", "trials.parquet")
 TEXT_COLUMNS = ("run", "role", "state", "reason", "kind", "policy", "started_at")
+#: Parts of ``bubble_fraction``, by cause; like it only there where a pipeline ran.
+BUBBLE_COLUMNS = tuple(
+    f"bubble_{cause}"
+    for cause in ("length_difference", "prefill_after_decode", "stage_imbalance", "transfer", "empty_slot")
+)
 METRIC_COLUMNS = (
     *(f"tbt_{level}_ms" for level in ("p50", "p90", "p99", "p999", "max")),
     "tbt_count",
@@ -32,12 +37,14 @@ METRIC_COLUMNS = (
     "bubble_fraction_2",
     "bubble_fraction_4",
     "bubble_fraction_8",
+    "bubble_fraction",
+    *BUBBLE_COLUMNS,
 )
 #: What the latency model expected of a run before it started; NaN where it was not asked.
 PREDICTED_COLUMNS = ("predicted_tbt_p99_ms", "predicted_total_tokens_per_s")
 ITERATION_COLUMNS = ("run", "start_s", "duration_s", "num_decodes", "num_prefill_tokens")
-#: Lists by stage, of runs that had a pipeline.
-STAGE_COLUMNS = ("stage_start_s", "stage_end_s")
+#: Of runs that had a pipeline: lists by stage, and the idle seconds before the iteration, by cause.
+STAGE_COLUMNS = ("stage_start_s", "stage_end_s", *(f"{column}_s" for column in BUBBLE_COLUMNS))
 #: Levels of ``tbt_quantiles_ms``: 0, 0.01 … 1.00.
 NUM_QUANTILES = 101
 
