@@ -15,13 +15,13 @@ import numpy as np
 
 from ..engine.record import FloatArray
 from ..engine.token_costs import TokenCosts
+from .space import REACH
 from .trial import TrialRow
 
 #: Runs below which nothing is fitted.
 MIN_RUNS = 3
 
-#: How far, in the logarithm of the budget, a run tells about its neighbours, and what the fit counts as.
-REACH = 0.25
+#: How many runs' worth the fit is against the runs in reach.
 FIT_WEIGHT = 0.3
 
 

@@ -26,8 +26,9 @@ DIRECTIONS = (StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE)
 LADDER_RUNGS = 5
 SHORT_LADDER_RUNGS = 3
 
-#: Proposals take turns; these of every ``NUM_TURNS`` are TPE's, and the next budget below the incumbent.
-NUM_TURNS, STEP_DOWN_TURN, TPE_TURN = 4, 1, 3
+#: Proposals take turns; these of every ``NUM_TURNS`` are the next budget below the incumbent, the
+#: cheapest around, and TPE's.
+NUM_TURNS, STEP_DOWN_TURN, CHEAP_TURN, TPE_TURN = 4, 1, 2, 3
 
 #: What an expectation may be off by far from every run, as a share: of P99 TBT, and of the objective.
 SHARE_ERROR, SCORE_ERROR = 0.08, 0.02
@@ -103,11 +104,16 @@ class BudgetSampler(TPESampler):
             return self._close_in() or (self._step_down() if self._turn % 2 == 0 else None)
         if self._turn == STEP_DOWN_TURN and (below := self._step_down()) is not None:
             return below
-        return None if self._turn == TPE_TURN else self._expected_best(self._expectation)
+        if self._turn == TPE_TURN:
+            return None
+        # The peaks of the staircase are where those of the throughput are, whatever the fit makes of their height.
+        peaks = {one.token_budget for one in self._space.cheapest_around()} if self._turn == CHEAP_TURN else set()
+        cheap = [params for params in self._fresh if self._space.budget_at(*params) in peaks]
+        return self._expected_best(self._expectation, cheap or self._fresh)
 
-    def _expected_best(self, expectation: Expectation) -> tuple[int, str]:
-        """The untried budget of the highest expected objective that may hold the SLO, a little in favour of those of
-        which less is known; the one nearest to the SLO where none may."""
+    def _expected_best(self, expectation: Expectation, choices: Sequence[tuple[int, str]]) -> tuple[int, str]:
+        """Of ``choices`` the budget of the highest expected objective that may hold the SLO, a little in favour of
+        those of which less is known; the one nearest to the SLO where none may."""
 
         def worth(params: tuple[int, str]) -> tuple[bool, float]:
             budget = self._space.budget_at(*params)
@@ -115,7 +121,7 @@ class BudgetSampler(TPESampler):
             may_hold = share <= 1.0 + SHARE_ERROR * (0.2 + doubt)
             return may_hold, expectation.score(budget) * (1.0 + SCORE_ERROR * doubt) if may_hold else -share
 
-        return max(self._fresh, key=worth)
+        return max(choices, key=worth)
 
     def _step_down(self) -> tuple[int, str] | None:
         """The next untried aligned budget below the incumbent: what is left to recommend when the incumbent turns out,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import log
 
 from ..engine.token_costs import TokenCosts
 
@@ -13,6 +14,10 @@ WHOLE_PROMPT = "whole_prompt"
 
 #: Neighbouring edges differ by at least this much; closer ones are one.
 MIN_EDGE_RATIO = 1.06
+
+
+#: Budgets whose logarithms differ by no more than this are in each other's reach: what one does tells of the other.
+REACH = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +108,38 @@ class SearchSpace:
         return self._by_params.get((self._edge_index_below(candidate.edge_tokens), kind))
 
     def ladder(self, rungs: int) -> tuple[Candidate, ...]:
-        """Aligned candidates nearest to a geometric ladder over the space: what a search starts from."""
+        """Aligned candidates nearest to a geometric ladder over the space: what a search starts from. Where costs are
+        known, the candidate within ``REACH`` of the rung at which a token costs least."""
         aligned = [candidate for (_, kind), candidate in self._by_params.items() if kind == "aligned"]
         low, high = aligned[0].token_budget, aligned[-1].token_budget
         picked: dict[int, Candidate] = {}
         for rung in range(rungs):
             target = low * (high / low) ** (rung / max(1, rungs - 1))
             nearest = min(aligned, key=lambda candidate: abs(candidate.token_budget / target - 1.0))
+            distances = {abs(log(one.token_budget / target)): one for one in aligned}
+            around = sorted(distance for distance in distances if distance <= REACH)
+            if self.costs is not None and around:
+                nearest = min((distances[distance] for distance in around), key=self._token_cost)
             picked[nearest.token_budget] = nearest
         return tuple(picked.values())
+
+    def cheapest_around(self) -> tuple[Candidate, ...]:
+        """Candidates at which a token costs no more than at any other within ``REACH``: the peaks of the staircase.
+        Empty where costs are not known."""
+        if self.costs is None:
+            return ()
+        costs = {one.token_budget: self._token_cost(one) for one in self.candidates}
+        return tuple(
+            one
+            for one in self.candidates
+            if costs[one.token_budget]
+            <= min(cost for budget, cost in costs.items() if abs(log(budget / one.token_budget)) <= REACH)
+        )
+
+    def _token_cost(self, candidate: Candidate) -> float:
+        if self.costs is None:
+            raise AssertionError("costs are asked for where there are none")
+        return self.costs.at(candidate.token_budget) / candidate.token_budget
 
     def _edge_index_below(self, tokens: int) -> int:
         return max(0, bisect_right(self.edges, tokens) - 1)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from tilebudget.autotune.space import SearchSpace, thin_edges
+from tilebudget.engine import TokenCosts
 
 
 def budgets(space: SearchSpace, kind: str) -> list[int]:
@@ -59,3 +60,18 @@ def test_bad_bounds_name_the_rule() -> None:
 def test_thinning_keeps_the_edge_of_most_tile_sizes() -> None:
     assert thin_edges([64, 1008, 1024, 1040, 2048]) == (64, 1024, 2048)
     assert thin_edges(range(64, 513, 64)) == tuple(range(64, 513, 64))
+
+
+def test_with_costs_a_rung_is_where_a_token_costs_least_and_peaks_are_known() -> None:
+    """A tile of 64 costs 2 ms up to 256 tokens, then 2.5 ms and 3 ms once: 256 is the cheapest around, 320 is not."""
+    edges = tuple(range(64, 1025, 64))
+    cost_ms = tuple(2.0 * (edge // 64) if edge <= 256 else 3.0 + 2.5 * (edge // 64) for edge in edges)
+    costs = TokenCosts(tokens=edges, cost_ms=cost_ms, edges=edges)
+    plain = SearchSpace(edges, min_budget=64, max_budget=1024)
+    known = SearchSpace(edges, min_budget=64, max_budget=1024, costs=costs)
+    assert plain.cheapest_around() == ()
+    assert [one.token_budget for one in plain.ladder(3)] == [64, 256, 1024]
+    peaks = {one.token_budget for one in known.cheapest_around()}
+    assert 256 in peaks
+    assert 320 not in peaks
+    assert [one.token_budget for one in known.ladder(3)][1] == 256
