@@ -4,12 +4,12 @@
 
 Falcon-180B and LLaMA2-70B, TP4-PP2 on two nodes of four A100-80G with 100 Gbit/s between them (OSDI'24, table 1 and
 section 5), `sarathi` at several budgets against `orca` (whole prompts in hybrid batches). Capacity is the highest
-Poisson rate with P99 TBT within the SLO and a median scheduling delay of 2 s at most. SLOs are the paper's rule, 5 and
-25 times the reference decode iteration (modelled here), and for Falcon also the paper's own seconds.
+Poisson rate with P99 TBT within the SLO and a median scheduling delay of 2 s at most. SLOs are the paper's own seconds
+for Falcon, whose GPUs these are; for the 70B the paper's rule, 5 and 25 times the reference decode iteration (modelled).
 
 What is not the paper's: the kernels (sglang's, from measured tables; heads of 64 taken for half as many of 128), no CPU
 time between iterations, A100s under the 70B (the paper had A40s), lengths drawn from the published quantiles, and
-fewer requests.
+fewer requests: a run that is short against the requests in flight flatters every capacity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tilebudget.autotune.capacity import find_capacity
+from tilebudget.autotune.capacity import Capacity, find_capacity
 from tilebudget.autotune.environment import package_versions, source_commit
 from tilebudget.engine import (
     SLO,
@@ -31,7 +31,6 @@ from tilebudget.engine import (
     Metrics,
     Workload,
     assign_arrivals,
-    compute_metrics,
     preset_workload,
     reference_decode,
     sound_stop,
@@ -51,7 +50,7 @@ BUDGETS = (512, 1024, 1536, 2048)
 WORKLOADS = {"sharegpt": 8192, "arxiv": 16384}
 MAX_NUM_SEQS = 128
 RESOLUTION = 0.05
-PAPER_SLO_S = {"falcon-180b": {"paper strict": 1.0, "paper relaxed": 5.0}}
+PAPER_SLO_S = {"falcon-180b": {"strict": 1.0, "relaxed": 5.0}}
 PAPER = {
     "falcon-180b": "TP4-PP2 with Sarathi over hybrid batching alone: 3.6x capacity under strict, 1.48x under relaxed",
     "llama-2-70b": "relaxed budget 1536, not 2048, 'to reduce the impact of pipeline bubbles' (on A40s)",
@@ -68,8 +67,10 @@ def make_pipeline(model: str) -> ModelledPipeline:
 
 
 def slos_of(model: str, reference_s: float) -> list[SLO]:
-    multiples = {name: factor * reference_s for name, factor in SLO_MULTIPLES.items()}
-    return [SLO(name=name, tbt_s=tbt_s) for name, tbt_s in (multiples | PAPER_SLO_S.get(model, {})).items()]
+    """Loosest first."""
+    seconds = PAPER_SLO_S.get(model) or {name: factor * reference_s for name, factor in SLO_MULTIPLES.items()}
+    slos = [SLO(name=name, tbt_s=tbt_s) for name, tbt_s in seconds.items()]
+    return sorted(slos, key=lambda slo: -slo.tbt_s)
 
 
 def bubbles_of(metrics: Metrics) -> dict[str, float | None]:
@@ -91,8 +92,11 @@ def rows_of(
     arriving = assign_arrivals(workload, "poisson", qps=1.0, seed=seed)
     for policy, budget in (*(("sarathi", budget) for budget in budgets), ("orca", None)):
         config = replace(base, policy=policy, token_budget=budget)
-        flood = compute_metrics(engine.run(workload, config))
+        found: Capacity | None = None
         for slo in slos_of(model, reference.duration_s):
+            # What a looser SLO allowed and this one does too is its capacity as well.
+            if found is None or (found.metrics.tbt.p99 or 0.0) > slo.tbt_s:
+                found = capacity_of(engine, arriving, config, slo)
             yield {
                 "model": model,
                 "workload": workload_name,
@@ -101,26 +105,16 @@ def rows_of(
                 "reference_decode_s": reference.duration_s,
                 "policy": policy,
                 "token_budget": budget,
-                **capacity_of(engine, arriving, config, slo),
-                "saturated": {
-                    "requests_per_s": flood.requests_per_s,
-                    "tbt_p99_s": flood.tbt.p99,
-                    **bubbles_of(flood),
-                },
+                "capacity_qps": found.qps,
+                "tbt_p99_s": found.metrics.tbt.p99,
+                "scheduling_delay_p50_s": found.metrics.scheduling_delay.p50,
+                **bubbles_of(found.metrics),
             }
 
 
-def capacity_of(engine: Engine, workload: Workload, config: EngineConfig, slo: SLO) -> dict[str, Any]:
-    found = find_capacity(
-        engine, workload, config, slo, monitor=partial(sound_stop, slo, workload, config), resolution=RESOLUTION
-    )
-    return {
-        "capacity_qps": found.qps,
-        "num_runs": found.num_runs,
-        "tbt_p99_s": found.metrics.tbt.p99,
-        "scheduling_delay_p50_s": found.metrics.scheduling_delay.p50,
-        **bubbles_of(found.metrics),
-    }
+def capacity_of(engine: Engine, workload: Workload, config: EngineConfig, slo: SLO) -> Capacity:
+    monitor = partial(sound_stop, slo, workload, config)
+    return find_capacity(engine, workload, config, slo, monitor=monitor, resolution=RESOLUTION)
 
 
 def summary_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
