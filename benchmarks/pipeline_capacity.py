@@ -5,7 +5,7 @@
 Falcon-180B and LLaMA2-70B, TP4-PP2 on two nodes of four A100-80G with 100 Gbit/s between them (OSDI'24, table 1 and
 section 5), `sarathi` at several budgets against `orca` (whole prompts in hybrid batches). Capacity is the highest
 Poisson rate with P99 TBT within the SLO and a median scheduling delay of 2 s at most. SLOs are the paper's own seconds
-for Falcon, whose GPUs these are; for the 70B the paper's rule, 5 and 25 times the (modelled) reference decode iteration.
+for Falcon, whose GPUs these are; for the 70B the paper's rule, 5 and 25 times the modelled reference decode iteration.
 
 What is not the paper's: the kernels (sglang's, from measured tables; heads of 64 taken for half as many of 128), no CPU
 time between iterations, A100s under the 70B (the paper had A40s), lengths drawn from the published quantiles, and
