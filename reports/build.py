@@ -12,6 +12,7 @@ from .bubble_causes import draw_bubble_causes
 from .budgets import summarise_budgets
 from .card import launches, lead, tiles
 from .cost_tables import cost_tables
+from .disaggregation import disaggregation_tables, draw_disaggregation
 from .download import download_link
 from .figures import draw_budgets, draw_pipeline, draw_tails
 from .findings import judge_confidence
@@ -66,6 +67,9 @@ def render_report(folder: RunFolder) -> str:
         draw_history(folder),
         draw_importance(folder),
     ]
+    yardstick = draw_disaggregation(folder)
+    if yardstick is not None:
+        drawings.append(yardstick)
     answer = folder.answer
     return render_page(
         "report.html.j2",
@@ -80,7 +84,7 @@ def render_report(folder: RunFolder) -> str:
             "kind_names": KIND_NAMES,
             "launches": launches(answer),
             "created": moment(answer.created_at),
-            "cost_tables": cost_tables(folder),
+            "tables": {"staircase": cost_tables(folder), "disaggregation": disaggregation_tables(folder)},
             "policies": policy_rows(folder, lanes),
             "columns": trial_columns(folder),
             "rows": trial_rows(folder),

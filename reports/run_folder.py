@@ -83,6 +83,7 @@ class RunFolder:
     profile: JsonObject | None
     staircase: TokenStaircase | None
     curves: CostCurves | None
+    disaggregation: JsonObject | None
     importance: Mapping[str, Mapping[str, float]]
     trials: pd.DataFrame
     iterations: Mapping[str, pd.DataFrame]
@@ -132,6 +133,7 @@ def read_run_folder(path: Path, *, records: bool = True) -> RunFolder:
     runs = [str(run) for run in policy_rows["run"]] if records else []
     iterations = _read_iterations(path / "iterations.parquet", runs)
     profile, tiles, curves = path / "profile.json", path / "tiles.json", path / "cost_curves.json"
+    disaggregation = path / "disaggregation.json"
     return RunFolder(
         path=path,
         answer=parse_answer(JsonObject.read(path / "recommendation.json")),
@@ -139,6 +141,7 @@ def read_run_folder(path: Path, *, records: bool = True) -> RunFolder:
         profile=JsonObject.read(profile) if profile.is_file() else None,
         staircase=parse_staircase(JsonObject.read(tiles)) if tiles.is_file() else None,
         curves=parse_cost_curves(JsonObject.read(curves)) if curves.is_file() else None,
+        disaggregation=JsonObject.read(disaggregation) if disaggregation.is_file() else None,
         importance=_read_importance(path / "importance.json"),
         trials=trials,
         iterations=iterations,
