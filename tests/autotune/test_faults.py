@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 from stair_device import StairDevice
-from tilebudget.autotune import Recommendation, TuneConfig, storages, tune
+from tilebudget.autotune import Recommendation, TuneConfig, storages, tune, tuning
 from tilebudget.autotune.file_lock import LockedError
 from tilebudget.autotune.run_folder import RunFolder, RunFolderError
 from tilebudget.autotune.storages import StorageError, patiently
@@ -129,9 +129,9 @@ def test_ctrl_c_twice_gives_up_nothing(
     assert sum("lost" in attrs for attrs in attributes) == 1
 
 
-def test_ctrl_c_twice_on_the_command_line(tmp_path: Path) -> None:
-    settings = ["--device", "h200_sxm", "--model", "llama-3.1-8b", "--num-trials", "10", "--num-contenders", "1"]
-    settings += ["--workload", "fixed:512:64", "--num-requests", "400", "--workers", "2"]
+def test_ctrl_c_twice_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["--device", "h200_sxm", "--model", "llama-3.1-8b", "--num-trials", "8", "--num-contenders", "1"]
+    settings += ["--workload", "fixed:512:64", "--num-requests", "200", "--workers", "2"]
     program = "from tilebudget.autotune.cli import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", program, "tune", *settings, "--run-dir", "run"],
@@ -156,11 +156,12 @@ def test_ctrl_c_twice_on_the_command_line(tmp_path: Path) -> None:
     config = TuneConfig(
         device="h200_sxm",
         model="llama-3.1-8b",
-        num_trials=10,
+        num_trials=8,
         num_contenders=1,
         workload="fixed:512:64",
-        num_requests=400,
+        num_requests=200,
     )
+    monkeypatch.setattr(tuning, "build_report", lambda folder: None)
     resumed = tune(config, run_dir=tmp_path / "run", num_workers=1)
     straight = tune(config, run_dir=tmp_path / "straight", num_workers=1)
     assert answer(resumed) == answer(straight)
@@ -180,7 +181,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_full(small_disk: Path, tmp_path: Path, workload: Workload) -> None:
+def test_a_disk_that_is_full(
+    small_disk: Path, tmp_path: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "build_report", lambda folder: None)
     with pytest.raises(TileBudgetError, match=r"cannot be written \(.*No space left on device\)") as caught:
         tuned(small_disk / "run", workload)
     assert isinstance(caught.value, StorageError | RunFolderError)
@@ -214,7 +218,8 @@ def test_a_write_that_fails_leaves_the_journal_as_it_was(
     assert essence(WorkerStudy(journal, workload).search()) == whole
 
 
-def test_two_studies_in_one_run_folder(tmp_path: Path, workload: Workload) -> None:
+def test_two_studies_in_one_run_folder(tmp_path: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "build_report", lambda folder: None)
     with (
         RunFolder(tmp_path / "run").locked(),
         pytest.raises(

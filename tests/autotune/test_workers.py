@@ -16,7 +16,7 @@ from optuna.storages._grpc.server import make_server
 from optuna.trial import TrialState
 from postgres_server import PostgresServer, free_port, server_programs
 from stair_device import StairDevice
-from tilebudget.autotune import TuneConfig, storages, tune
+from tilebudget.autotune import TuneConfig, storages, tune, tuning
 from tilebudget.autotune.holder import Holder
 from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
 from tilebudget.autotune.trial_queue import Claim, TrialQueue
@@ -106,7 +106,10 @@ def test_the_order_of_trials_changes_nothing(
     assert began == sorted(began, reverse=True)
 
 
-def test_workers_that_tune_starts_do_not_change_the_recommendation(tmp_path: Path, workload: Workload) -> None:
+def test_workers_that_tune_starts_do_not_change_the_recommendation(
+    tmp_path: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "build_report", lambda folder: None)
     found = []
     for num_workers in (1, 2, 4):
         recommendation = tune(
@@ -265,7 +268,8 @@ def test_a_proxy_in_front_of_the_database(
         os.waitpid(child, 0)
 
 
-def test_a_worker_joins_from_the_command_line(tmp_path: Path) -> None:
+def test_a_worker_joins_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "build_report", lambda folder: None)
     trace = tmp_path / "here.csv"
     lines = [f"2023-11-16 18:15:{second:02d}.0000000,{300 + 30 * second},12" for second in range(24)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
