@@ -52,9 +52,10 @@ class CompletionCall:
 class Replay:
     """What a replay brought, times in seconds from its start.
 
-    ``streams`` has an entry a call, in their order. ``late_s`` is the longest that a request was sent after its
-    arrival. ``metrics`` are the texts of ``/metrics`` before, during and after; empty where the server has no such
-    page. ``stopped`` is the monitor's word for ending early, None when every stream ended by itself.
+    ``streams`` has an entry a call, in their order. ``late_s`` is the longest that the client itself was late: a
+    request sent after its arrival, or its loop, which reads the streams, awake after its time. ``metrics`` are the
+    texts of ``/metrics`` before, during and after; empty where the server has no such page. ``stopped`` is what the
+    monitor said when it ended the run, None when every stream ended by itself.
     """
 
     streams: Sequence[TokenStream]
@@ -185,7 +186,9 @@ class _Replay:
 
     async def _watch(self) -> None:
         while True:
+            due_s = perf_counter() + WATCH_S
             await asyncio.sleep(WATCH_S)
+            self.late_s = max(self.late_s, perf_counter() - due_s)
             if (death := self.death()) is not None:
                 raise ServerError(f"{death} during the run")
             quiet_s = perf_counter() - self.heard_s

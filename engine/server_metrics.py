@@ -48,9 +48,9 @@ class ServerView:
     """What a run on a server has in place of iterations.
 
     counters: what the server told of itself. busy_s: seconds with a request in flight, from its arrival to its last
-    token. late_s: the longest that the client sent a request after its arrival. event_gaps_s: gaps between the events
-    of each stream, whatever number of tokens they bring (``vllm bench serve`` calls these ITL); num_shared_events: the
-    events with more than one token.
+    token. late_s: the longest that the client itself was late, in sending or reading. event_gaps_s: gaps between the
+    events of each stream, whatever number of tokens they bring (``vllm bench serve`` calls these ITL);
+    num_shared_events: the events with more than one token.
     """
 
     counters: ServerCounters
