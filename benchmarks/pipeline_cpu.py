@@ -6,7 +6,8 @@ Each stage is a process with one thread. The measured side serves a workload wit
 stages. The modelled side never runs two stages at once: the same scheduler makes its micro-batches, each goes through
 the stages alone, and what it took in each of them there, between them and in the host is put together by the model's
 rule (``PipelineClock``), so that it is the model that says how the stages overlap. Both sides take turns, and must
-generate the same tokens.
+generate the same tokens. Beside them, in the rows and without a bar, the same model from nothing but a latency profile
+of one process with the whole model and one thread (``profiled``): what a study of a modelled device goes by.
 
 ``bubble_gap_points``: the largest difference between measured and modelled bubble fraction of two stages, in percentage
 points of the medians. ``order_kept``: whether the model orders by bubble fraction every two budgets that the measured
@@ -46,7 +47,12 @@ from tilebudget.engine import (
 from tilebudget.engine.device import device_name
 from tilebudget.engine.distributed_executor import PipelineExecutor, distributed_executor
 from tilebudget.engine.model_config import PRESETS, ModelConfig
+from tilebudget.engine.modelled_pipeline import Link, ModelledPipeline
+from tilebudget.engine.partition import Partition
 from tilebudget.engine.pipeline_clock import PipelineClock
+from tilebudget.engine.profile import measure_profile
+from tilebudget.engine.torch_executor import TorchExecutor
+from tilebudget.kernels.latency import LatencyTable
 
 BUDGETS = (64, 128, 256, 512, 1024, None)
 BARRED_STAGES = 2
@@ -155,6 +161,7 @@ class Pair:
     token_budget: int | None
     measured: Side = field(default_factory=Side)
     modelled: Side = field(default_factory=Side)
+    profiled: Side = field(default_factory=Side)
 
     @property
     def gap_points(self) -> float:
@@ -169,7 +176,35 @@ class Pair:
             "gap_points": self.gap_points,
             "measured": self.measured.to_json(),
             "modelled": self.modelled.to_json(),
+            "profiled": self.profiled.to_json() if self.profiled.causes else None,
         }
+
+
+def engine_config(workload: Workload, token_budget: int | None) -> EngineConfig:
+    """Settings of every run."""
+    return EngineConfig(
+        token_budget=token_budget,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=max(request.total_tokens for request in workload.requests),
+        num_kv_blocks=1024,
+    )
+
+
+def profile_table(model: ModelConfig, workload: Workload, time_limit_s: float) -> LatencyTable:
+    """The latency table of one process with one thread."""
+    executor = TorchExecutor.from_model(model, num_threads=1)
+    return measure_profile(executor, model, engine_config(workload, None), time_limit_s=time_limit_s).table
+
+
+def add_profiled(pairs: Sequence[Pair], table: LatencyTable, workload: Workload) -> None:
+    """The pipeline of ``table`` at every budget; hidden states take no time from stage to stage."""
+    for pair in pairs:
+        partition = Partition.of(MODEL, pipeline_parallel=pair.num_stages)
+        links = [Link(bytes_per_s=float("inf"))] * (pair.num_stages - 1)
+        record = Engine(ModelledPipeline(table, partition, links)).run(
+            workload, engine_config(workload, pair.token_budget)
+        )
+        pair.profiled.add(record, workload.num_prompt_tokens + workload.num_output_tokens)
 
 
 def compare(
@@ -184,12 +219,7 @@ def compare(
     try:
         for repeat in range(repeats):
             for pair in pairs:
-                config = EngineConfig(
-                    token_budget=pair.token_budget,
-                    max_num_seqs=MAX_NUM_SEQS,
-                    max_model_len=max(request.total_tokens for request in workload.requests),
-                    num_kv_blocks=1024,
-                )
+                config = engine_config(workload, pair.token_budget)
                 outputs = []
                 for name, engine in engines.items():
                     record = engine.run(workload, config)
@@ -243,7 +273,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--repeats", type=int, default=2, help="of two stages; other depths run once")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--num-requests", type=int, default=12)
+    parser.add_argument("--num-requests", type=int, default=10)
+    parser.add_argument("--profile-seconds", type=float, default=15.0, help="for `profiled`; 0 leaves it out")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     workload = preset_workload("azure-conv", num_requests=args.num_requests, seed=args.seed, max_model_len=640)
@@ -251,6 +282,8 @@ def main() -> None:
     for num_stages in args.stages:
         repeats = args.repeats if num_stages == BARRED_STAGES else 1
         pairs += compare(MODEL, workload, num_stages, BUDGETS, repeats)
+    if args.profile_seconds > 0:
+        add_profiled(pairs, profile_table(MODEL, workload, args.profile_seconds), workload)
     barred = [pair for pair in pairs if pair.num_stages == BARRED_STAGES]
     kept, num_apart = order_kept(barred)
     document = {
@@ -276,7 +309,8 @@ def main() -> None:
         sides = [median(side.bubble_fraction) for side in (pair.measured, pair.modelled)]
         print(
             f"{pair.num_stages} stages, budget {pair.token_budget or 'unlimited'}: measured {sides[0]:.1%}, modelled "
-            f"{sides[1]:.1%}, gap {pair.gap_points:+.1f} points"
+            f"{sides[1]:.1%}, gap {pair.gap_points:+.1f} points; from a profile "
+            + (f"{median(pair.profiled.bubble_fraction):.1%}" if pair.profiled.causes else "no data")
         )
     print(f"largest gap {document['bubble_gap_points']:.1f} points, order kept: {kept} ({num_apart} pairs apart)")
 

@@ -246,7 +246,7 @@ def distributed_executor(
     if num_threads is None and device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torchrun = Torchrun.from_env()
         num_local = partition.num_ranks if torchrun is None else torchrun.num_local_ranks
-        num_threads = max(1, len(os.sched_getaffinity(0)) // num_local)
+        num_threads = max(1, _num_cores() // num_local)
     setup = Setup(
         partition=partition,
         folder=None if folder is None else str(Path(folder).resolve()),
@@ -257,3 +257,8 @@ def distributed_executor(
         num_threads=num_threads,
     )
     return TensorParallelExecutor(setup) if partition.num_stages == 1 else PipelineExecutor(setup)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
