@@ -17,7 +17,7 @@ from .text import KIND_NAMES, budget_label, count, listing, milliseconds, percen
 COMPARE_NAME = "compare.html"
 STATUS_WORDS = {"feasible": "met", "infeasible": "missed", "no_data": "no data"}
 #: What may tell two studies apart, in the order in which a label names it.
-_PARTS = ("model", "device", "dtype", "tensor_parallel", "pipeline_parallel")
+_PARTS = ("device", "model", "dtype", "tensor_parallel", "pipeline_parallel")
 _WORDS = {"tensor_parallel": "TP {}", "pipeline_parallel": "PP {}"}
 
 
@@ -33,6 +33,7 @@ COLUMNS = (
     Column(title="Study", numeric=False),
     Column(title="Budget", unit="tokens"),
     Column(title="Kind", numeric=False),
+    Column(title="Model", numeric=False),
     Column(title="SLO", unit="P99 TBT"),
     Column(title="SLO", unit="met or missed", numeric=False),
     Column(title="P99 TBT"),
@@ -79,17 +80,22 @@ def build_comparison(run_folders: Sequence[Path], output: Path) -> Path:
 
 
 def study_labels(folders: Sequence[RunFolder]) -> list[str]:
-    """A name for each study: what it does not share with the others, then its folder where that is not enough."""
+    """A short name for each study: as many of the things that they do not share as tell them apart, else the folder."""
+    differing = _differing(folders)
+    names = [folder.path.resolve().name for folder in folders]
+    for length in range(1, len(differing[0]) + 1):
+        labels = [", ".join(parts[:length]) for parts in differing]
+        if len(set(labels)) == len(labels):
+            return labels
+    shared = [", ".join(parts) for parts in differing]
+    return [f"{label} ({name})" if label else name for label, name in zip(shared, names, strict=True)]
+
+
+def _differing(folders: Sequence[RunFolder]) -> list[list[str]]:
+    """What each study is about, less what all of them share."""
     parts = [_parts(folder) for folder in folders]
-    differing = [place for place in range(len(parts[0])) if len({own[place] for own in parts}) > 1]
-    labels = [
-        ", ".join(own[place] for place in differing) or folder.path.resolve().name
-        for own, folder in zip(parts, folders, strict=True)
-    ]
-    return [
-        f"{label} ({folder.path.resolve().name})" if labels.count(label) > 1 else label
-        for label, folder in zip(labels, folders, strict=True)
-    ]
+    places = [place for place in range(len(parts[0])) if len({own[place] for own in parts}) > 1]
+    return [[own[place] for place in places] for own in parts]
 
 
 def _parts(folder: RunFolder) -> tuple[str, ...]:
@@ -125,6 +131,7 @@ def _row(study: Study) -> Row:
         cells=(
             budget or "–",
             KIND_NAMES.get(kind, kind) or "–",
+            str(answer.key.get("model", "–")),
             milliseconds(answer.slo.tbt_p99_ms),
             STATUS_WORDS[answer.status],
             milliseconds(expected("tbt_p99_ms")),
