@@ -14,7 +14,7 @@ from http.client import HTTPException
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from .server_error import ServerError
 
@@ -38,7 +38,8 @@ class ServerProcess:
     """Starts ``words`` (leading ``NAME=value`` words are environment) and stops it with its whole process group.
 
     A context manager: leaving it ends the group with SIGTERM, then SIGKILL, and waits until it is gone. Standard output
-    and error go to ``log``. A process that leaves the group by a session of its own is out of reach.
+    and error go to ``log``, after a line with the command. A process that leaves the group by a session of its own is
+    out of reach.
     Raises ServerError when ``port`` is taken (nothing is started then) or the command cannot be run.
     """
 
@@ -50,13 +51,13 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        if not port_is_free(self._port):
-            raise ServerError(f"port {self._port} is taken by another program; nothing was started")
         environment, arguments = split_environment(self._words)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             log.write(f"$ {' '.join(self._words)}\n".encode())
             log.flush()
+            if not port_is_free(self._port):
+                raise self._refusal(log, f"port {self._port} is taken by another program; nothing was started")
             try:
                 self._process = subprocess.Popen(
                     arguments,
@@ -67,7 +68,7 @@ class ServerProcess:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise ServerError(f"cannot run {arguments[0]!r}: {error.strerror}") from None
+                raise self._refusal(log, f"cannot run {arguments[0]!r}: {error.strerror}") from None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -117,6 +118,11 @@ class ServerProcess:
         self._process = None
         if not _wait_for(lambda: not _group_exists(group), KILL_GRACE_S):
             _log.warning("process group %d is still there %g s after SIGKILL", group, KILL_GRACE_S)
+
+    def _refusal(self, log: BinaryIO, reason: str) -> ServerError:
+        """The error of a server that was not started; the log says so too."""
+        log.write(f"{reason}\n".encode())
+        return ServerError(reason)
 
     @property
     def _running(self) -> subprocess.Popen[bytes]:

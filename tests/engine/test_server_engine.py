@@ -169,7 +169,7 @@ def test_a_taken_port_is_an_error(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port: int = other.getsockname()[1]
-        with pytest.raises(ServerError, match=f"port {port} is taken"):
+        with pytest.raises(ServerError, match=rf"port {port} is taken .*; log: .*server-001-budget-64\.log$"):
             launched(tmp_path, port=port).run(WORKLOAD, CONFIG)
 
 
