@@ -29,6 +29,7 @@ from ..kernels.errors import TileBudgetError
 from ..reports import COMPARE_NAME, build_comparison, build_report
 from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
 from .console import TuneProgress, counting_progress, describe_row, print_recommendation
+from .device_lock import device_lock
 from .devices import list_devices, make_executor, silicon_hint
 from .disaggregation import Yardstick, make_yardstick, parse_split
 from .options import DEVICE, ENGINE, RUNTIME, SERVER, STUDY, TRAFFIC, Json, Setting, takes
@@ -215,7 +216,8 @@ def run_command(
         token_costs=staircase_costs(read_staircase(config)) if config.policy == "tile_aligned" else None,
         seed=config.seed,
     )
-    record = engine_on(target).run(requests, engine_config)
+    with device_lock(target):
+        record = engine_on(target).run(requests, engine_config)
     metrics = compute_metrics(record).to_row()
     server = {} if record.server is None else record.server.to_json()
     if as_json:
@@ -266,7 +268,7 @@ def profile_command(
     executor = make_executor(config)
     assert not isinstance(executor, PipelinedExecutor)  # the command has no option for that
     path = out or default_profile_path(config.model, executor)
-    with counting_progress(Console(stderr=True), "profiling, % of the time allowed") as on_done:
+    with device_lock(executor), counting_progress(Console(stderr=True), "profiling, % of the time allowed") as on_done:
         profile = profile_device(
             executor,
             config,

@@ -149,7 +149,7 @@ def test_ctrl_c_twice_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Mo
         head += line
     for _ in range(2):  # as a terminal does: to the whole group
         os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (130, ""), err
     assert "Traceback" not in head + err, head + err
     assert "interrupted" in err
@@ -284,7 +284,8 @@ def test_a_journal_that_lost_its_last_lines(
     assert in_fork(WorkerStudy(journal, workload).search) == 0
     data = journal.read_bytes()
     journal.write_bytes(data[: int(kept * len(data))])
-    assert essence(WorkerStudy(journal, workload).search()) == whole
+    # The cut may be between a claim and its signature.
+    assert essence(WorkerStudy(journal, workload, grace_s=3.0).search()) == whole
 
 
 def test_damage_before_the_end_is_not_repaired(tmp_path: Path, workload: Workload) -> None:

@@ -17,15 +17,19 @@ from tilebudget.engine import Workload
 
 CONFIG = TuneConfig(max_num_seqs=8, max_model_len=4096, tbt_slo="30ms", max_budget=2048, num_trials=14, round_size=4)
 EDGES = range(128, 2049, 128)
-BEAT_S, GRACE_S = 0.1, 1.0
+#: A machine with much else to do may keep a worker silent for long.
+BEAT_S, GRACE_S = 0.2, 60.0
 
 
 class WorkerStudy:
     """The study at ``storage``, of which ``search`` proposes and this process, or ``num_workers`` forks of it, run the
     trials."""
 
-    def __init__(self, storage: str | Path, workload: Workload, device: StairDevice | None = None) -> None:
+    def __init__(
+        self, storage: str | Path, workload: Workload, device: StairDevice | None = None, *, grace_s: float = GRACE_S
+    ) -> None:
         self.storage = storage
+        self.grace_s = grace_s
         self.workload = workload
         self.device = device or StairDevice()
 
@@ -43,7 +47,7 @@ class WorkerStudy:
 
     def queue(self, stored: StoredStudy | None = None) -> TrialQueue:
         stored = stored or self.open()
-        return stored.queue(self.problem.variance_metric, beat_s=BEAT_S, grace_s=GRACE_S)
+        return stored.queue(self.problem.variance_metric, beat_s=BEAT_S, grace_s=self.grace_s)
 
     def runner(self) -> TrialRunner:
         return self.problem.make_runner()
@@ -61,7 +65,7 @@ class WorkerStudy:
                 seed=CONFIG.seed,
                 round_size=CONFIG.round_size,
             )
-            with stored.leading(beat_s=BEAT_S, grace_s=GRACE_S):
+            with stored.leading(beat_s=BEAT_S, grace_s=self.grace_s):
                 workers.begin()
                 return study.search(num_trials, lambda row, done, planned: None, runs_here=num_workers == 0)
 
