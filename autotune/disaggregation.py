@@ -28,8 +28,8 @@ from .capacity import bisect_rate
 from .config import TuneConfig
 from .problem import Problem, unit_rate
 
-#: TBT limits beside the study's, as multiples of the reference decode iteration: tight, strict and relaxed.
-SLO_MULTIPLES = {"tight": 2.0, "strict": 5.0, "relaxed": 25.0}
+#: TBT limits beside the study's, as multiples of the reference decode iteration.
+SLO_MULTIPLES = {"tightest": 1.0, "tight": 2.0, "strict": 5.0, "relaxed": 25.0}
 
 #: Budgets of the replicas, beside the study's own.
 BUDGETS = (256, 512, 1024, 2048)

@@ -3,11 +3,11 @@
     python -P benchmarks/disaggregation.py [--json] [--num-gpus 4] [--num-requests 2000]
 
 llama-3.1-8b on a100_sxm bf16 (sglang's tables) and h200_sxm fp8 (vllm's), the Azure conversation and code traces, four
-GPUs in one node. Capacity: the highest request rate (Poisson, one seed) at which P99 TBT keeps a limit of 2 (tight), 5
-(strict) or 25 (relaxed) reference decode iterations, the median scheduling delay 2 s, and P99 TTFT 2 s: at these rates
-the requests arrive within a minute or so, in which a queue that grows does not move the median far. Replicas at every
-budget of autotune.disaggregation.BUDGETS, prefill and decode at every split; engine/disaggregated.py says what is
-modelled.
+GPUs in one node. Capacity: the highest request rate (Poisson, one seed) at which P99 TBT keeps a limit of 1
+(tightest), 2 (tight), 5 (strict) or 25 (relaxed) reference decode iterations, the median scheduling delay 2 s, and P99
+TTFT 2 s: at these rates the requests arrive within a minute or so, in which a queue that grows does not move the median
+far. Replicas at every budget of autotune.disaggregation.BUDGETS, prefill and decode at every split;
+engine/disaggregated.py says what is modelled.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def draw_disaggregation(folder: RunFolder) -> Drawing | None:
     note = (
         f"Capacity: the highest rate of {count(int(document.number('num_requests') or 0), 'request')} that keeps the "
         f"limit and the study's other limits, to within {percent(document.number('resolution'))}. Both sides are "
-        "modelled on the same table with the same requests; a prompt's cache is sent when its prefill has ended, over "
+        "modelled on the same table with the same requests, which for short runs flatters both, for a queue that grows "
+        "takes time to show in the median delay; a prompt's cache is sent when its prefill has ended, over "
         f"{rate((_link_bytes_per_s(document)) / 1e9)} GB/s a GPU."
     )
     return Drawing(name=NAME, title=TITLE, finding=disaggregation_finding(folder), note=note, figure=figure)
