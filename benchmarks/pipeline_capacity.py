@@ -49,7 +49,6 @@ BUDGETS = (512, 1024, 1536, 2048)
 #: Longest request that each workload has; the models' contexts are stretched to it, as the paper's must have been.
 WORKLOADS = {"sharegpt": 8192, "arxiv": 16384}
 MAX_NUM_SEQS = 128
-RESOLUTION = 0.05
 PAPER_SLO_S = {"falcon-180b": {"strict": 1.0, "relaxed": 5.0}}
 PAPER = {
     "falcon-180b": "TP4-PP2 with Sarathi over hybrid batching alone: 3.6x capacity under strict, 1.48x under relaxed",
@@ -78,7 +77,7 @@ def bubbles_of(metrics: Metrics) -> dict[str, float | None]:
 
 
 def rows_of(
-    model: str, workload_name: str, *, num_requests: int, seed: int, budgets: Sequence[int]
+    model: str, workload_name: str, *, num_requests: int, seed: int, budgets: Sequence[int], resolution: float
 ) -> Iterator[dict[str, Any]]:
     """One row for each policy, budget and SLO."""
     engine = Engine(make_pipeline(model))
@@ -96,7 +95,7 @@ def rows_of(
         for slo in slos_of(model, reference.duration_s):
             # What a looser SLO allowed and this one does too is its capacity as well.
             if found is None or (found.metrics.tbt.p99 or 0.0) > slo.tbt_s:
-                found = capacity_of(engine, arriving, config, slo)
+                found = capacity_of(engine, arriving, config, slo, resolution)
             yield {
                 "model": model,
                 "workload": workload_name,
@@ -112,9 +111,9 @@ def rows_of(
             }
 
 
-def capacity_of(engine: Engine, workload: Workload, config: EngineConfig, slo: SLO) -> Capacity:
+def capacity_of(engine: Engine, workload: Workload, config: EngineConfig, slo: SLO, resolution: float) -> Capacity:
     monitor = partial(sound_stop, slo, workload, config)
-    return find_capacity(engine, workload, config, slo, monitor=monitor, resolution=RESOLUTION)
+    return find_capacity(engine, workload, config, slo, monitor=monitor, resolution=resolution)
 
 
 def summary_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -147,6 +146,7 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--num-requests", type=int, default=256)
+    parser.add_argument("--resolution", type=float, default=0.05, help="share by which a rate that fails is higher")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -160,6 +160,7 @@ def main() -> None:
             num_requests=arguments.num_requests,
             seed=arguments.seed,
             budgets=[int(budget) for budget in arguments.budgets.split(",")],
+            resolution=arguments.resolution,
         )
     ]
     summary = summary_of(rows)
@@ -169,6 +170,7 @@ def main() -> None:
             "versions": package_versions(),
             "system": f"{SYSTEM}, {FRAMEWORK} tables, bf16, TP{TENSOR_PARALLEL}-PP{PIPELINE_PARALLEL}",
             "num_requests": arguments.num_requests,
+            "resolution": arguments.resolution,
             "seed": arguments.seed,
             "max_num_seqs": MAX_NUM_SEQS,
         }
