@@ -1,11 +1,13 @@
 """Capacity and bubbles by budget of two large models on modelled A100 pipelines, beside the Sarathi-Serve paper.
 
-    python -P benchmarks/pipeline_capacity.py [--json] [--models M,..] [--workloads W,..] [--num-requests N]
+    python -P benchmarks/pipeline_capacity.py [--json] [--models M,..] [--workloads W,..] [--num-requests N] [--flood]
 
 Falcon-180B and LLaMA2-70B, TP4-PP2 on two nodes of four A100-80G with 100 Gbit/s between them (OSDI'24, table 1 and
 section 5), `sarathi` at several budgets against `orca` (whole prompts in hybrid batches). Capacity is the highest
 Poisson rate with P99 TBT within the SLO and a median scheduling delay of 2 s at most. SLOs are the paper's own seconds
 for Falcon, whose GPUs these are; for the 70B the paper's rule, 5 and 25 times the modelled reference decode iteration.
+
+With `--flood` all requests are there at once instead: what each budget gets out of a pipeline that never lacks work.
 
 What is not the paper's: the kernels (sglang's, from measured tables; heads of 64 taken for half as many of 128), no CPU
 time between iterations, A100s under the 70B (the paper had A40s), lengths drawn from the published quantiles, and
@@ -24,6 +26,7 @@ from typing import Any
 from tilebudget.autotune.capacity import Capacity, find_capacity
 from tilebudget.autotune.environment import package_versions, source_commit
 from tilebudget.engine import (
+    BUBBLE_CAUSES,
     SLO,
     SLO_MULTIPLES,
     Engine,
@@ -31,6 +34,7 @@ from tilebudget.engine import (
     Metrics,
     Workload,
     assign_arrivals,
+    compute_metrics,
     preset_workload,
     reference_decode,
     sound_stop,
@@ -76,6 +80,37 @@ def bubbles_of(metrics: Metrics) -> dict[str, float | None]:
     return {"bubble_fraction": metrics.bubble_fraction, **metrics.bubble_causes}
 
 
+def settings_of(base: EngineConfig, budgets: Sequence[int]) -> list[EngineConfig]:
+    """Sarathi at every budget, then Orca."""
+    sarathi = [replace(base, policy="sarathi", token_budget=budget) for budget in budgets]
+    return [*sarathi, replace(base, policy="orca", token_budget=None)]
+
+
+def flood_rows(
+    model: str, workload_name: str, *, num_requests: int, seed: int, budgets: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """One row for each policy and budget: all requests at once."""
+    engine = Engine(make_pipeline(model))
+    base = EngineConfig(
+        token_budget=budgets[0], max_num_seqs=MAX_NUM_SEQS, max_model_len=WORKLOADS[workload_name], seed=seed
+    )
+    workload = preset_workload(
+        workload_name, num_requests, seed=seed, max_model_len=base.max_model_len, overlong="drop"
+    )
+    for config in settings_of(base, budgets):
+        metrics = compute_metrics(engine.run(workload, config))
+        yield {
+            "model": model,
+            "workload": workload_name,
+            "policy": config.policy,
+            "token_budget": config.token_budget,
+            "requests_per_s": metrics.requests_per_s,
+            "total_tokens_per_s": metrics.total_tokens_per_s,
+            "tbt_p99_s": metrics.tbt.p99,
+            **bubbles_of(metrics),
+        }
+
+
 def rows_of(
     model: str, workload_name: str, *, num_requests: int, seed: int, budgets: Sequence[int], resolution: float
 ) -> Iterator[dict[str, Any]]:
@@ -89,8 +124,7 @@ def rows_of(
         workload_name, num_requests, seed=seed, max_model_len=base.max_model_len, overlong="drop"
     )
     arriving = assign_arrivals(workload, "poisson", qps=1.0, seed=seed)
-    for policy, budget in (*(("sarathi", budget) for budget in budgets), ("orca", None)):
-        config = replace(base, policy=policy, token_budget=budget)
+    for config in settings_of(base, budgets):
         found: Capacity | None = None
         for slo in slos_of(model, reference.duration_s):
             # What a looser SLO allowed and this one does too is its capacity as well.
@@ -102,8 +136,8 @@ def rows_of(
                 "slo": slo.name,
                 "tbt_slo_s": slo.tbt_s,
                 "reference_decode_s": reference.duration_s,
-                "policy": policy,
-                "token_budget": budget,
+                "policy": config.policy,
+                "token_budget": config.token_budget,
                 "capacity_qps": found.qps,
                 "tbt_p99_s": found.metrics.tbt.p99,
                 "scheduling_delay_p50_s": found.metrics.scheduling_delay.p50,
@@ -140,6 +174,30 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return summary
 
 
+def print_flood(arguments: argparse.Namespace) -> None:
+    rows = [
+        row
+        for model in arguments.models.split(",")
+        for workload in arguments.workloads.split(",")
+        for row in flood_rows(
+            model,
+            workload,
+            num_requests=arguments.num_requests,
+            seed=arguments.seed,
+            budgets=[int(budget) for budget in arguments.budgets.split(",")],
+        )
+    ]
+    if arguments.json:
+        print(json.dumps({"rows": rows}, indent=1))
+        return
+    for row in rows:
+        print(
+            f"{row['model']:12} {row['workload']:9} {row['policy']:8} {row['token_budget'] or 'unlimited':>9} "
+            f"{row['total_tokens_per_s']:8.0f} tokens/s {row['tbt_p99_s']:6.3f} s {row['bubble_fraction']:6.1%} "
+            + ", ".join(f"{cause} {row[cause] or 0.0:.1%}" for cause in BUBBLE_CAUSES)
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(PAPER))
@@ -148,8 +206,12 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=256)
     parser.add_argument("--resolution", type=float, default=0.05, help="share by which a rate that fails is higher")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flood", action="store_true", help="all requests at once: no SLO, no capacity")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.flood:
+        print_flood(arguments)
+        return
     rows = [
         row
         for model in arguments.models.split(",")
