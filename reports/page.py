@@ -25,7 +25,7 @@ def render_page(template: str, drawings: Sequence[Drawing], context: Mapping[str
 
     The page's Content-Security-Policy names its scripts by their hashes and forbids every request.
     """
-    scripts = _scripts()
+    plotly, script = _scripts()
     return (
         _environment()
         .get_template(template)
@@ -33,8 +33,9 @@ def render_page(template: str, drawings: Sequence[Drawing], context: Mapping[str
             drawings={drawing.name: drawing for drawing in drawings},
             figures={drawing.name: _embed(drawing) for drawing in drawings if drawing.figure is not None},
             css=Markup(_template_text("report.css")),
-            scripts=[Markup(script) for script in scripts],
-            script_hashes=Markup(" ".join(scripts.values())),
+            plotly=Markup(plotly),
+            script=Markup(script),
+            script_hashes=Markup(f"{_csp_hash(plotly)} {_csp_hash(script)}"),
             **context,
         )
     )
@@ -74,16 +75,16 @@ def _inline(script: str) -> str:
     return script.replace("</script", "<\\/script").replace("\r\n", "\n").strip()
 
 
+@cache
 def _csp_hash(script: str) -> str:
     digest = hashlib.sha256(script.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
 @cache
-def _scripts() -> dict[str, str]:
-    """The scripts of the page, in order, with their hashes for its Content-Security-Policy."""
-    scripts = (_inline(get_plotlyjs()), _inline(_template_text("report.js")))
-    return {script: _csp_hash(script) for script in scripts}
+def _scripts() -> tuple[str, str]:
+    """plotly.js, which the page runs once it can be read, and the page's own script."""
+    return _inline(get_plotlyjs()), _inline(_template_text("report.js"))
 
 
 @cache

@@ -55,13 +55,13 @@
     plot.on("plotly_afterplot", () => shape(plot));
   }
   function drawAll() {
+    start();
     plots.forEach((plot) => (waiting.has(plot) ? drawFirst(plot) : draw(plot)));
   }
   const near = new IntersectionObserver(
     (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => drawFirst(entry.target)),
     { rootMargin: "400px" },
   );
-  plots.forEach((plot) => near.observe(plot));
   const whenIdle = (work) =>
     window.requestIdleCallback ? window.requestIdleCallback(work, { timeout: 100 }) : window.setTimeout(work, 30);
   function drawRest() {
@@ -70,12 +70,24 @@
     drawFirst(next);
     whenIdle(drawRest);
   }
-  whenIdle(drawRest);
+  // plotly.js takes a second to start, so the page is there to read, sort and copy from before it does.
+  function start() {
+    if (window.Plotly) return;
+    const code = document.createElement("script");
+    code.textContent = document.getElementById("plotly").textContent;
+    document.head.append(code);
+    plots.forEach((plot) => near.observe(plot));
+    whenIdle(drawRest);
+  }
+  if (plots.length) window.setTimeout(start, 50);
   dark.addEventListener("change", drawAll);
   window.addEventListener("beforeprint", () => {
     printing = true;
     if (dark.matches) drawAll();
-    else waiting.forEach(drawFirst);
+    else {
+      start();
+      waiting.forEach(drawFirst);
+    }
   });
   window.addEventListener("afterprint", () => {
     printing = false;
