@@ -59,8 +59,8 @@ class BudgetStudy:
     ) -> list[TrialRow]:
         """Propose until ``num_trials`` budgets have an outcome or none is left; returns all rows.
 
-        ``runs_here``: run what waits in this process too, else leave everything to workers. No round is proposed after
-        ``until_s`` (of ``perf_counter``).
+        ``runs_here``: run what waits in this process too, else leave everything to workers. No round but the first is
+        proposed after ``until_s`` (of ``perf_counter``).
         """
         told = {proposal.index for proposal in self.queue.proposals() if proposal.row is not None}
         pause = Pause()
@@ -73,7 +73,7 @@ class BudgetStudy:
                     on_trial(proposal.row, len(told), num_trials)
                     pause = Pause()
             if self._round_is_complete(proposals) and (
-                perf_counter() > until_s or not self._propose_round(proposals, num_trials)
+                (proposals and perf_counter() > until_s) or not self._propose_round(proposals, num_trials)
             ):
                 return self.rows()
             claim = self.queue.claim() if runs_here else None

@@ -73,3 +73,32 @@ def test_a_rate_cannot_be_given_with_it() -> None:
         TuneConfig(objective="capacity", qps=2.0)
     with pytest.raises(ValueError, match="arrivals='saturated': objective=capacity"):
         TuneConfig(objective="capacity", arrivals="saturated")
+
+
+def test_goodput_and_a_limit_on_ttft_reach_trials_rule_and_verdict(tmp_path: Path, workload: Workload) -> None:
+    """All 24 requests are there at once, so half of them wait longer than the median TTFT of any budget."""
+    config = replace(CONFIG, objective="goodput", tbt_slo="30ms", ttft_slo="p50:200ms", num_trials=8, repeats=2)
+    recommendation = tune(
+        config, executor=StairDevice(), workload=workload, edges=range(128, 2049, 128), run_dir=tmp_path / "run"
+    )
+    trials = pd.read_parquet(tmp_path / "run" / "trials.parquet")
+    complete = trials[(trials["role"] == "search") & (trials["state"] == "complete")]
+    within = (complete["tbt_p99_ms"] <= 30.0) & (complete["ttft_p50_ms"] <= 200.0)
+    assert (complete["feasible"].astype(bool) == within).all()
+    assert "P50 TTFT 0.2 s" in recommendation.rule
+    assert "P50 TTFT is" in recommendation.verdict
+    assert (recommendation.slo.ttft_ms, recommendation.slo.ttft_quantile) == (200.0, 0.5)
+    if within.any():
+        best = complete[within]["goodput_requests_per_s"].max()
+        assert recommendation.expected["goodput_requests_per_s"].value >= 0.99 * best
+    else:
+        assert recommendation.status == "infeasible"
+
+
+def test_a_time_limit_ends_the_search_and_is_told(tmp_path: Path, workload: Workload) -> None:
+    config = replace(CONFIG, objective="throughput", tbt_slo="30ms", num_trials=30, repeats=2, time_limit=1e-3)
+    recommendation = tune(
+        config, executor=StairDevice(), workload=workload, edges=range(128, 2049, 128), run_dir=tmp_path / "run"
+    )
+    assert recommendation.confidence is not None
+    assert "The time limit of 0.001 s ended the search after" in recommendation.confidence.statement
