@@ -11,8 +11,8 @@ of one process with the whole model and one thread (``profiled``): what a study 
 
 ``bubble_gap_points``: the largest difference between measured and modelled bubble fraction of two stages, in percentage
 points of the medians. ``order_kept``: whether the model orders by bubble fraction every two budgets that the measured
-runs tell apart (whose ranges over the repeats are more than a percentage point from each other). Other depths are in the rows, without a bar: four
-stages share this machine's cores where it has fewer.
+runs tell apart (whose ranges over the repeats are more than a percentage point from each other). Other depths are in
+the rows, without a bar: four stages share this machine's cores where it has fewer.
 """
 
 from __future__ import annotations
