@@ -59,7 +59,7 @@ def _rivals(judge: Judge, choice: Choice, contenders: Sequence[Contender], num_r
     if best is None or rival is None:
         return f"No other contender met the SLO in {num_rounds} interleaved rounds."
     found = judge.compare(best, rival)
-    budget = rival.candidate.token_budget
+    budget = rival.candidate
     words = {
         "higher": f"better than {budget}",
         "lower": f"behind {budget}, which is less steady,",

@@ -22,6 +22,13 @@ HOST_DEVICES = ("auto", "cpu", "cuda")
 #: A device of this name ending is the file of a profile.
 PROFILE_SUFFIX = ".json"
 
+#: What ``search`` may name, and how many powers of two below ``max_num_seqs`` are tried where it names that.
+SEARCHABLE = ("token_budget", "max_num_seqs", "policy")
+NUM_LOWER_SEQS = 3
+#: The policies that are tried where ``search`` names the policy, besides the study's own: those of the paper's that
+#: heed a token budget.
+BUDGETED_POLICIES = ("sarathi", "vllm_v0")
+
 #: What a CPU, a CUDA device, a server and a modelled device get where the settings say None. A CPU's study is to end in
 #: about two minutes. A server is started anew for every run. A modelled run takes seconds for hours of traffic, so it
 #: serves the whole trace at the sizes of a server.
@@ -64,6 +71,8 @@ class TuneConfig:
     saturates a preset. tbt_slo: ``strict``, ``relaxed`` or a duration such as ``20ms``; ttft_slo, e2e_slo: a duration
     at P99, or at another percentile as in ``p90:2s``; None is no limit.
     objective: ``throughput``, ``goodput``, or ``capacity``, which sets the rate of the arrivals itself.
+    search: what is searched: ``token_budget``, and after commas ``max_num_seqs`` (the one given and powers of two below
+    it) and ``policy`` (the one given and ``BUDGETED_POLICIES``), every combination of them with budgets of its own.
     min_budget, max_budget: tokens; None takes ``max_num_seqs`` and what the workload can fill.
     pipeline_stages: the stage count whose bubble fraction is the second objective where there is no pipeline; where
     there is one, its own bubble fraction is.
@@ -100,6 +109,7 @@ class TuneConfig:
     tbt_slo: str = "strict"
     ttft_slo: str | None = None
     e2e_slo: str | None = None
+    search: str = "token_budget"
     policy: str = "sarathi"
     min_budget: int | None = None
     max_budget: int | None = None
@@ -146,6 +156,24 @@ class TuneConfig:
             raise ValueError(
                 f"pipeline_split={self.pipeline_split!r}: must be whole numbers of layers, such as 20,20,20,20"
             ) from None
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """The parameters that ``search`` names."""
+        return tuple(name.strip() for name in self.search.split(","))
+
+    @property
+    def variants(self) -> tuple[tuple[int | None, str | None], ...]:
+        """Each combination of ``max_num_seqs`` and policy that is searched, the study's own first; None where one is
+        not searched."""
+        sizes: list[int | None] = [None]
+        if "max_num_seqs" in self.searched:
+            exponent = (self.max_num_seqs - 1).bit_length() - 1  # of the largest power of two below it
+            sizes = [self.max_num_seqs, *(1 << power for power in range(exponent, -1, -1)[:NUM_LOWER_SEQS])]
+        policies: list[str | None] = [None]
+        if "policy" in self.searched:
+            policies = list(dict.fromkeys((self.policy, *BUDGETED_POLICIES)))
+        return tuple((size, policy) for size in sizes for policy in policies)
 
     def __post_init__(self) -> None:
         self._settle_engine()
@@ -219,6 +247,24 @@ class TuneConfig:
                 f"max_budget={self.max_budget}: must be at least min_budget={self.min_budget or self.max_num_seqs}"
             )
 
+        self._check_search()
+
+    def _check_search(self) -> None:
+        names, setting = self.searched, f"search={self.search!r}"
+        if "token_budget" not in names or len(set(names)) < len(names) or not set(names) <= set(SEARCHABLE):
+            raise ValueError(
+                f"{setting}: must name token_budget and, on request, max_num_seqs and policy, each once, such as "
+                f"{','.join(SEARCHABLE)}"
+            )
+        if "policy" in names and self.policy in ("faster_transformer", "orca"):
+            raise ValueError(f"{setting}: policy={self.policy!r} heeds no token budget, so there is none to search")
+        if self.engine == "server" and "policy" in names:
+            raise ValueError(f"{setting}: a server has its own policy and no other")
+        if "max_num_seqs" in names and (
+            self.base_url is not None or (self.server_command and "{max_num_seqs}" not in self.server_command)
+        ):
+            raise ValueError(f"{setting}: needs a server that is started with {{max_num_seqs}} in its command")
+
     def _settle_engine(self) -> None:
         sources = {"server": self.server, "command": self.server_command, "base_url": self.base_url}
         given = [name for name, value in sources.items() if value is not None]
@@ -270,4 +316,6 @@ class TuneConfig:
         for name in (*search, "port", "start_timeout", "stall_timeout"):
             settings.pop(name)
         settings["trace"] = None if self.trace is None else self.trace.name
+        # The default is what a study of before this setting had.
+        settings["search"] = None if self.searched == ("token_budget",) else ",".join(sorted(self.searched))
         return settings

@@ -54,7 +54,7 @@ class TuneProgress:
         """One run has finished; 0 ``planned``: nobody knows how many there will be, no ``row``: it is no trial."""
         if row is not None and phase == "search" and promising(row):
             self._best = max(self._best or row, row, key=lambda one: one.score)
-        best = "no feasible budget yet" if self._best is None else f"best so far {self._best.token_budget}"
+        best = "no feasible budget yet" if self._best is None else f"best so far {describe_setting(self._best)}"
         self._bar.update(self._task, description=PHASES[phase], completed=done, total=planned or None, best=best)
         if row is not None and not self.console.is_terminal:
             self.console.print(
@@ -79,9 +79,14 @@ def counting_progress(console: Console, description: str) -> Iterator[Callable[[
         yield lambda done, planned: bar.update(task, completed=done, total=planned)
 
 
+def describe_setting(row: TrialRow) -> str:
+    """The budget of a run, with ``max_num_seqs`` where that is searched."""
+    return f"{row.token_budget}" + ("" if row.max_num_seqs is None else f" (max_num_seqs {row.max_num_seqs})")
+
+
 def describe_row(row: TrialRow) -> str:
     """One run in one line."""
-    what = f"{row.policy} budget {row.token_budget}"
+    what = f"{row.policy} budget {describe_setting(row)}"
     if row.state != "complete":
         return f"{what} {row.state}: {row.reason}"
     tbt = row.metrics.get("tbt_p99_ms")
@@ -94,10 +99,15 @@ def describe_row(row: TrialRow) -> str:
 def print_recommendation(console: Console, recommendation: Recommendation, folder: str) -> None:
     """The verdict, the alternatives and where the rest is."""
     console.print(recommendation.verdict, soft_wrap=True, highlight=False)
-    table = Table("budget", "kind", "P99 TBT ms", "tokens/s", "bubbles (4 stages)", "why not", box=None, pad_edge=False)
-    for entry in recommendation.alternatives:
+    # Columns of what was searched besides the budget.
+    entries = recommendation.alternatives
+    more = [name for name in ("max_num_seqs", "policy") if any(getattr(entry, name) is not None for entry in entries)]
+    headings = ("budget", *more, "kind", "P99 TBT ms", "tokens/s", "bubbles (4 stages)", "why not")
+    table = Table(*headings, box=None, pad_edge=False)
+    for entry in entries:
         table.add_row(
             str(entry.token_budget),
+            *(str(getattr(entry, name)) for name in more),
             entry.kind,
             _number(entry.tbt_p99_ms, ".1f"),
             _number(entry.total_tokens_per_s, ",.0f"),

@@ -37,12 +37,12 @@ def repeat_contenders(
     contenders: list[Contender] = []
     pairs: list[RunPair] = []
     while True:
-        tried = [contender.candidate.token_budget for contender in contenders]
-        left = [row for row in search_rows if row.token_budget not in tried]
-        budgets = shortlist(left, problem.config.num_contenders)
-        if not budgets or (contenders and not any(promising(row) for row in left)):
+        tried = [contender.candidate for contender in contenders]
+        left = [row for row in search_rows if problem.space.find(*row.setting) not in tried]
+        best = shortlist(left, problem.config.num_contenders)
+        if not best or (contenders and not any(promising(row) for row in left)):
             return contenders, pairs
-        batch = _with_company(problem, budgets, tried, search_rows)
+        batch = _with_company(problem, best, tried, search_rows)
         batch_contenders, runs = _rounds(problem, runner, batch, progress, until_s)
         pairs += runs
         contenders += batch_contenders
@@ -51,16 +51,17 @@ def repeat_contenders(
 
 
 def _with_company(
-    problem: Problem, budgets: Sequence[int], tried: Sequence[int], search_rows: Sequence[TrialRow]
+    problem: Problem, best: Sequence[TrialRow], tried: Sequence[Candidate], search_rows: Sequence[TrialRow]
 ) -> list[Candidate]:
-    """The candidates of ``budgets``, the other side of the first one's edge, and whole prompts if they ran well."""
-    by_budget = {candidate.token_budget: candidate for candidate in problem.space.candidates}
-    batch = [by_budget[budget] for budget in budgets if budget in by_budget]
-    partner = problem.space.partner(batch[0])
-    whole = problem.space.whole_prompt
-    whole_ran = any(whole and row.token_budget == whole.token_budget and promising(row) for row in search_rows)
+    """The candidates of the ``best`` runs, the other side of the first one's edge, and whole prompts, at the settings
+    of the first, if they ran well."""
+    found = (problem.space.find(*row.setting) for row in best)
+    batch = [candidate for candidate in found if candidate is not None]
+    variant = problem.space.variant_of(batch[0])
+    partner, whole = variant.partner(batch[0]), variant.whole_prompt
+    whole_ran = any(whole and problem.space.find(*row.setting) == whole and promising(row) for row in search_rows)
     for extra in (partner, whole if whole_ran else None):
-        if extra is not None and extra not in batch and extra.token_budget not in tried:
+        if extra is not None and extra not in batch and extra not in tried:
             batch.append(extra)
     return batch
 
@@ -80,10 +81,10 @@ def _rounds(
     active, planned = list(batch), fewest * len(batch)
     for number in range(most):
         for candidate in active if number % 2 == 0 else reversed(active):
-            run = f"repeat-{candidate.token_budget}-{number}"
+            run = f"repeat-{candidate.run_suffix}-{number}"
             runs.append(runner.run(candidate, run=run, role="repeat", round_number=number))
             progress("repeat", len(runs), max(planned, len(runs)), runs[-1][0])
-        contenders = [_contender(candidate, runs) for candidate in batch]
+        contenders = [_contender(problem, candidate, runs) for candidate in batch]
         if number + 1 < fewest:
             continue
         contested = problem.judge.contested(contenders)
@@ -94,8 +95,8 @@ def _rounds(
     return contenders, runs
 
 
-def _contender(candidate: Candidate, runs: Sequence[RunPair]) -> Contender:
-    mine = (row for row, _ in runs if row.token_budget == candidate.token_budget)
+def _contender(problem: Problem, candidate: Candidate, runs: Sequence[RunPair]) -> Contender:
+    mine = (row for row, _ in runs if problem.space.find(*row.setting) == candidate)
     return Contender(candidate=candidate, rows=tuple(row for row in mine if row.state == "complete"))
 
 
@@ -107,10 +108,10 @@ def check_drift(
     first = next((row for row in search_rows if row.state == "complete" and row.score > 0.0), None)
     if problem.judge.exact:
         return 0.0, []
-    by_budget = {candidate.token_budget: candidate for candidate in problem.space.candidates}
-    if first is None or first.token_budget not in by_budget:
+    candidate = None if first is None else problem.space.find(*first.setting)
+    if first is None or candidate is None:
         return None, []
-    pair = runner.run(by_budget[first.token_budget], run=f"anchor-{first.token_budget}", role="anchor")
+    pair = runner.run(candidate, run=f"anchor-{candidate.run_suffix}", role="anchor")
     progress("anchor", 1, 1, pair[0])
     if pair[0].state != "complete":
         return None, [pair]

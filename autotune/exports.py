@@ -17,6 +17,9 @@ Argument = str | int | bool
 #: What an engine's arguments must already say, because the budget holds for nothing else.
 VLLM_FIXED = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization")
 
+#: The policy that no chunked prefill stands for.
+PREFILL_FIRST = "vllm_v0"
+
 TRTLLM_TOKENS_PER_BLOCK = 64
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -31,10 +34,26 @@ class ServerSettings:
     dtype: str
     tensor_parallel: int
     pipeline_parallel: int
+    policy: str = "sarathi"
+
+
+def has(server: str, policy: str) -> bool:
+    """Whether ``server`` can run a recommendation for ``policy``: prefill first, as vLLM v0 did, vLLM and TensorRT-LLM
+    cannot."""
+    return policy != PREFILL_FIRST or server in ("sglang", "sarathi")
+
+
+def _check_policy(server: str, settings: ServerSettings) -> None:
+    if not has(server, settings.policy):
+        raise ValueError(
+            f"policy={settings.policy!r}: {server} always batches decodes with prefills; export for sglang or sarathi, "
+            "or tune with policy=sarathi"
+        )
 
 
 def vllm_args(settings: ServerSettings) -> dict[str, Argument]:
     """Engine arguments of vLLM; its budget counts decodes and must be at least ``max_num_seqs``, as ours."""
+    _check_policy("vllm", settings)
     return {
         "max_num_batched_tokens": settings.token_budget,
         "max_num_seqs": settings.max_num_seqs,
@@ -49,13 +68,16 @@ def vllm_args(settings: ServerSettings) -> dict[str, Argument]:
 
 def sglang_args(settings: ServerSettings, *, page_size: int = 1) -> dict[str, Argument]:
     """Server arguments of SGLang. A full set of decodes is taken off the budget, because with mixed chunks they come on
-    top of the chunk; the rest is rounded down to a multiple of ``page_size`` (at least one page)."""
+    top of the chunk; the rest is rounded down to a multiple of ``page_size`` (at least one page). Prefill first, there
+    are no chunks, and the budget is that of a batch of prompts."""
     if page_size < 1:
         raise ValueError(f"page_size={page_size}: must be at least 1")
     chunk = max(page_size, (settings.token_budget - settings.max_num_seqs) // page_size * page_size)
+    batches: dict[str, Argument] = {"chunked_prefill_size": chunk, "enable_mixed_chunk": True}
+    if settings.policy == PREFILL_FIRST:
+        batches = {"chunked_prefill_size": -1, "max_prefill_tokens": settings.token_budget}
     return {
-        "chunked_prefill_size": chunk,
-        "enable_mixed_chunk": True,
+        **batches,
         "page_size": page_size,
         "max_running_requests": settings.max_num_seqs,
         "context_length": settings.max_model_len,
@@ -76,6 +98,7 @@ def trtllm_args(settings: ServerSettings) -> dict[str, Argument]:
 
     The dtype is the checkpoint's. A budget that rounding would bring below ``max_num_seqs`` stays as it is.
     """
+    _check_policy("trtllm", settings)
     rounded = settings.token_budget // TRTLLM_TOKENS_PER_BLOCK * TRTLLM_TOKENS_PER_BLOCK
     return {
         "max_num_tokens": rounded if rounded >= settings.max_num_seqs else settings.token_budget,
@@ -89,10 +112,11 @@ def trtllm_args(settings: ServerSettings) -> dict[str, Argument]:
 
 def sarathi_args(settings: ServerSettings) -> dict[str, Argument]:
     """Options of Sarathi-Serve's API server; its ``chunk_size`` counts the decodes of the iteration too."""
+    kind, budget = ("vllm", "max_batched_tokens") if settings.policy == PREFILL_FIRST else ("sarathi", "chunk_size")
     return {
-        "scheduler_config_type": "sarathi",
-        "sarathi_scheduler_config_chunk_size": settings.token_budget,
-        "sarathi_scheduler_config_max_num_seqs": settings.max_num_seqs,
+        "scheduler_config_type": kind,
+        f"{kind}_scheduler_config_{budget}": settings.token_budget,
+        f"{kind}_scheduler_config_max_num_seqs": settings.max_num_seqs,
         "model_config_max_model_len": settings.max_model_len,
         "model_config_dtype": VLLM_DTYPES.get(settings.dtype, "auto"),
         "parallel_config_tensor_parallel_size": settings.tensor_parallel,

@@ -21,8 +21,9 @@ MIN_TRIALS = 8
 def parameter_importance(rows: Sequence[TrialRow], metrics: Sequence[tuple[str, bool]]) -> dict[str, object] | None:
     """The object of ``importance.json``: metric → parameter → share; None where too few trials are complete.
 
-    The parameters are ``edge_index``, the place of a budget's edge among those tried, and ``kind``, where it lies from
-    it. ``metrics`` are columns of ``trials.parquet``, each with whether more of it is better.
+    The parameters are ``edge_index``, the place of a budget's edge among those tried, ``kind``, where it lies from it,
+    and ``max_num_seqs`` and ``policy`` where the study tried several. ``metrics`` are columns of ``trials.parquet``,
+    each with whether more of it is better.
     """
     complete = [row for row in rows if row.state == "complete"]
     found = {}
@@ -43,10 +44,14 @@ def _shares(rows: Sequence[TrialRow], values: Sequence[float]) -> dict[str, floa
         "edge_index": IntDistribution(0, len(edges) - 1),
         "kind": CategoricalDistribution(sorted({row.kind for row in rows})),
     }
+    more = [name for name in ("max_num_seqs", "policy") if len({getattr(row, name) for row in rows}) > 1]
+    for name in more:
+        distributions[name] = CategoricalDistribution(sorted({getattr(row, name) for row in rows}))
     # One objective and no constraints, whatever the search itself had.
     study = optuna.create_study(direction="minimize")
     for row, value in zip(rows, values, strict=True):
         params = {"edge_index": edges.index(_edge(row)), "kind": row.kind}
+        params |= {name: getattr(row, name) for name in more}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
     evaluator = PedAnovaImportanceEvaluator(target_quantile=BEST_SHARE)
     return {name: float(share) for name, share in get_param_importances(study, evaluator=evaluator).items()}

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from ..engine import POLICY_NAMES
-from .config import DEFAULTS_BY_DEVICE, TuneConfig
+from .config import BUDGETED_POLICIES, DEFAULTS_BY_DEVICE, TuneConfig
 
 #: The value of one option.
 Setting = str | int | float | Path | None
@@ -100,6 +100,14 @@ OPTIONS: dict[str, object] = {
         str | None, typer.Option(help="Limit on TTFT: such as 2s, at P99, or p90:2s (p50, p90, p99, p99.9).")
     ],
     "e2e_slo": Annotated[str | None, typer.Option(help="Limit on the latency of whole requests, as --ttft-slo.")],
+    "search": Annotated[
+        str,
+        typer.Option(
+            help="What to search: token_budget; with ,max_num_seqs also that one and the three powers of two below it; "
+            f"with ,policy also {' and '.join(BUDGETED_POLICIES)}, the paper's policies that heed a budget. Every "
+            "combination has budgets of its own, so give more --num-trials."
+        ),
+    ],
     "policy": Annotated[str, typer.Option(help=f"Batching policy: {', '.join(POLICY_NAMES)}.")],
     "min_budget": Annotated[int | None, typer.Option(help="Smallest budget. Default: --max-num-seqs.")],
     "max_budget": Annotated[
@@ -191,6 +199,7 @@ SERVER = (
     "stall_timeout",
 )
 STUDY = (
+    "search",
     "objective",
     "tbt_slo",
     "ttft_slo",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from .objective import OBJECTIVES, Objective
 from .prediction import Prediction
 from .profiles import profile_staircase
 from .selection import Judge
-from .space import MIN_EDGE_RATIO, SearchSpace, thin_edges
+from .space import MIN_EDGE_RATIO, Candidate, SearchSpace, thin_edges
 from .tiles import analyse_device
 from .trial import TrialRunner
 
@@ -68,6 +68,18 @@ class Problem:
         """What runs the trials; ``predictions`` are the latency model's, by budget."""
         engine = engine_on(self.executor)
         return TrialRunner(engine, self.workload, self.engine_config, self.slo, predictions, self.objective)
+
+    def at(self, candidate: Candidate) -> Problem:
+        """The same with the budget alone to search, at the ``max_num_seqs`` and policy of ``candidate``."""
+        variant = self.space.variant_of(candidate)
+        size = candidate.max_num_seqs or self.config.max_num_seqs
+        policy = candidate.policy or self.config.policy
+        return replace(
+            self,
+            config=replace(self.config, search="token_budget", max_num_seqs=size, policy=policy),
+            engine_config=replace(self.engine_config, token_budget=size, max_num_seqs=size, policy=policy),
+            space=variant.alone(),
+        )
 
     @property
     def judge(self) -> Judge:
@@ -216,15 +228,6 @@ def _measured_kernel(kernels: str | None) -> str | None:
 
 def state_problem(config: TuneConfig, executor: Target, workload: Workload, facts: DeviceFacts) -> Problem:
     """Everything that the runs of the study share."""
-    min_budget, max_budget = budget_bounds(config, workload)
-    whole_prompt = max(request.prompt_tokens for request in workload.requests) + config.max_num_seqs
-    space = SearchSpace(
-        facts.edges,
-        min_budget=min_budget,
-        max_budget=max_budget,
-        whole_prompt=whole_prompt if config.base_url is None else None,  # a running server keeps its budget
-        costs=facts.token_costs,
-    )
     return Problem(
         config=config,
         executor=executor,
@@ -237,8 +240,31 @@ def state_problem(config: TuneConfig, executor: Target, workload: Workload, fact
             e2e=None if config.e2e_slo is None else parse_limit("e2e_slo", config.e2e_slo),
         ),
         facts=facts,
-        space=space,
+        space=make_space(config, workload, facts),
     )
+
+
+def make_space(config: TuneConfig, workload: Workload, facts: DeviceFacts) -> SearchSpace:
+    """The budgets of the study, for each combination of what else it searches; none holds fewer tokens than requests
+    may run at once."""
+    longest = max(request.prompt_tokens for request in workload.requests)
+
+    def variant(size: int | None, policy: str | None, others: Sequence[SearchSpace] = ()) -> SearchSpace:
+        min_budget, max_budget = budget_bounds(config, workload, size)
+        whole_prompt = longest + (size or config.max_num_seqs)
+        return SearchSpace(
+            facts.edges,
+            min_budget=min_budget,
+            max_budget=max_budget,
+            whole_prompt=whole_prompt if config.base_url is None else None,  # a running server keeps its budget
+            costs=facts.token_costs,
+            max_num_seqs=size,
+            policy=policy,
+            others=others,
+        )
+
+    own, *others = config.variants
+    return variant(*own, [variant(*other) for other in others])
 
 
 def make_engine_config(
@@ -257,9 +283,9 @@ def make_engine_config(
     )
 
 
-def budget_bounds(config: TuneConfig, workload: Workload) -> tuple[int, int]:
-    """Smallest and largest budget of the space."""
-    min_budget = config.min_budget or config.max_num_seqs
+def budget_bounds(config: TuneConfig, workload: Workload, max_num_seqs: int | None = None) -> tuple[int, int]:
+    """Smallest and largest budget of the space, or of its variant with ``max_num_seqs``."""
+    min_budget = config.min_budget or max_num_seqs or config.max_num_seqs
     return min_budget, config.max_budget or max(min_budget, min(DEFAULT_MAX_BUDGET, workload.num_prompt_tokens))
 
 

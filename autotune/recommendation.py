@@ -90,7 +90,8 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another budget that was measured, and why it was not chosen."""
+    """Another budget that was measured, and why it was not chosen. ``max_num_seqs`` and ``policy`` are what it ran with
+    where the study searched these too."""
 
     token_budget: int
     kind: str
@@ -101,6 +102,8 @@ class Alternative:
     total_tokens_per_s: float | None
     bubble_fraction_4: float | None
     iteration_cv: float | None
+    max_num_seqs: int | None = None
+    policy: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +207,7 @@ class Recommendation:
         ``vllm``, ``sglang``, ``trtllm``, ``sarathi``: that server's command-line flags. ``env``: vLLM's arguments as an
         environment file. ``vllm-yaml``: the file of ``vllm serve --config``. ``kubernetes``: a patch that has
         ``container`` of a deployment run vLLM so. ``json``: all of it. ``page_size`` is SGLang's. Raises ValueError for
-        an unknown format.
+        an unknown format, and for a server that does not have the policy.
         """
         if format_name == "sglang":
             return exports.server_flags("sglang", self.sglang_args(page_size=page_size))
@@ -222,17 +225,18 @@ class Recommendation:
         raise ValueError(f"format={format_name!r}: must be one of {', '.join(FORMATS)}")
 
     def launch_commands(self) -> dict[str, str]:
-        """The whole launch line of each server; empty when there is no budget."""
-        if self.token_budget is None:
-            return {}
+        """The whole launch line of each server that has the policy; empty when there is no budget."""
         return {
-            server: exports.launch_line(server, self.engine.model, self._arguments(arguments))
-            for server, arguments in exports.SERVER_ARGS.items()
+            server: exports.launch_line(server, self.engine.model, self._arguments(exports.SERVER_ARGS[server]))
+            for server in self._servers()
         }
 
     def server_flags(self) -> dict[str, str]:
-        """What ``export`` gives for each server; empty when there is no budget."""
-        return {} if self.token_budget is None else {name: self.export(name) for name in SERVERS}
+        """What ``export`` gives for each server that has the policy; empty when there is no budget."""
+        return {name: self.export(name) for name in self._servers()}
+
+    def _servers(self) -> list[str]:
+        return [name for name in SERVERS if self.token_budget is not None and exports.has(name, self.engine.policy)]
 
     def assert_matches(
         self,
@@ -262,7 +266,13 @@ class Recommendation:
 
     def to_json(self) -> dict[str, object]:
         """The object of ``recommendation.json``, schema ``SCHEMA_VERSION``."""
-        return {**asdict(self), "launch": self.launch_commands(), "flags": self.server_flags()}
+        searched = ("max_num_seqs", "policy")  # only there where the study searched them
+        alternatives = [
+            {name: value for name, value in asdict(one).items() if value is not None or name not in searched}
+            for one in self.alternatives
+        ]
+        added = {"alternatives": alternatives, "launch": self.launch_commands(), "flags": self.server_flags()}
+        return {**asdict(self), **added}
 
     @classmethod
     def from_json(cls, data: Mapping[str, object]) -> Recommendation:
@@ -294,6 +304,7 @@ class Recommendation:
             token_budget=self.token_budget,
             max_num_seqs=self.engine.max_num_seqs,
             max_model_len=self.engine.max_model_len,
+            policy=self.engine.policy,
             dtype=self.key.dtype,
             tensor_parallel=self.key.tensor_parallel,
             pipeline_parallel=self.key.pipeline_parallel,

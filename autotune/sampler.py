@@ -14,9 +14,10 @@ from optuna.samplers import TPESampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from ..engine import POLICY_NAMES
 from ..engine.metrics import LIMITED
 from .expectation import Expectation
-from .selection import shortlist
+from .selection import promising, shortlist
 from .space import KINDS, WHOLE_PROMPT, Candidate, SearchSpace
 from .trial import TrialRow
 
@@ -80,7 +81,7 @@ class BudgetSampler(TPESampler):
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Both parameters are always sampled together."""
-        return distributions(self._space)
+        return _budget_distributions(self._space)
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -126,7 +127,7 @@ class BudgetSampler(TPESampler):
     def _step_down(self) -> tuple[int, str] | None:
         """The next untried aligned budget below the incumbent: what is left to recommend when the incumbent turns out,
         repeated, not to hold the SLO. None when there is none, or the incumbent is well within the SLO."""
-        leader = next(iter(shortlist(self._rows, 1)), None)
+        leader = _leader(self._rows)
         close = any(row.token_budget == leader and max(row.violations, default=0.0) > -NEAR_SLO for row in self._rows)
         if leader is None or not close:
             return None
@@ -135,7 +136,7 @@ class BudgetSampler(TPESampler):
 
     def _close_in(self) -> tuple[int, str] | None:
         """The middle of the untried aligned budgets next to the incumbent; None when there are none."""
-        leader = next(iter(shortlist(self._rows, 1)), None)
+        leader = _leader(self._rows)
         if leader is None:
             return None
         tried = sorted({row.token_budget for row in self._rows})
@@ -150,36 +151,87 @@ class BudgetSampler(TPESampler):
         return None
 
 
+def _leader(rows: Sequence[TrialRow]) -> int | None:
+    """The budget of the best run, or of the one closest to the SLO; None without any."""
+    return next((row.token_budget for row in shortlist(rows, 1)), None)
+
+
 def _candidate(space: SearchSpace, params: Params) -> Candidate | None:
     return space.at(int(params["edge_index"]), str(params["kind"]))
 
 
 def start_params(space: SearchSpace, suggestions: Sequence[int]) -> list[Params]:
-    """What every search begins with: the budgets suggested, a ladder over the aligned ones (a short one where there
-    are suggestions), and chunking switched off."""
+    """What every search begins with, at the study's own settings: the budgets suggested, a ladder over the aligned
+    ones (a short one where there are suggestions), and chunking switched off."""
     rungs = space.ladder(SHORT_LADDER_RUNGS if suggestions else LADDER_RUNGS)
     budgets = [*suggestions, *(candidate.token_budget for candidate in rungs)]
     if space.whole_prompt is not None:
         budgets.append(space.whole_prompt.token_budget)
     found = (space.params_of(budget) for budget in dict.fromkeys(budgets))
-    return [{"edge_index": params[0], "kind": params[1]} for params in found if params is not None]
+    return [_params(space, params) for params in found if params is not None]
 
 
 def propose(space: SearchSpace, tried: Sequence[Tried], *, seed: int, variance_metric: str) -> Params | None:
-    """The next budget to run after those ``tried``, in the order in which they were proposed; None when none is left.
+    """The next trial to run after those ``tried``, in the order in which they were proposed; None when none is left.
 
-    The sampler sees an in-memory study of just these, whatever the real storage holds besides.
+    Each variant of the space (``max_num_seqs``, policy) has a search over budgets of its own, which sees an in-memory
+    study of its own trials, whatever the real storage holds besides; ``_next_variant`` says whose turn it is. One that
+    was not tried yet begins at the budget that is the best so far.
     """
-    if not fresh_params(space, tried):
+    variant = _next_variant(space, tried)
+    if variant is None:
         return None
-    study = optuna.create_study(directions=DIRECTIONS, sampler=BudgetSampler(space, tried, seed=seed))
-    study.add_trials([_as_trial(space, one, variance_metric) for one in tried])
-    trial = study.ask(distributions(space))
-    return dict(trial.params)
+    mine = _trials_of(space, variant, tried)
+    budget = _leader([one.row for one in tried if one.row is not None])
+    if not mine and tried and budget is not None:
+        return _params(variant, min(variant.params, key=lambda params: _ratio(variant, params, budget)))
+    study = optuna.create_study(directions=DIRECTIONS, sampler=BudgetSampler(variant, mine, seed=seed))
+    study.add_trials([_as_trial(variant, one, variance_metric) for one in mine])
+    trial = study.ask(_budget_distributions(variant))
+    return _params(variant, (trial.params["edge_index"], trial.params["kind"]))
+
+
+def _next_variant(space: SearchSpace, tried: Sequence[Tried]) -> SearchSpace | None:
+    """Whose turn it is: first every variant once; then every other turn is that of the best one so far, half of the
+    others that of the second best, and so on. None when every budget of every variant was tried."""
+    trials = {variant: _trials_of(space, variant, tried) for variant in space.variants}
+    left = [variant for variant in space.variants if fresh_params(variant, trials[variant])]
+    new = next((variant for variant in left if not trials[variant]), None)
+    if new is not None or not left:
+        return new
+    ranked = sorted(left, key=lambda variant: _standing([one.row for one in trials[variant] if one.row is not None]))
+    place = (len(tried) & -len(tried)).bit_length() - 1  # how often 2 divides the turn's number
+    return ranked[min(place, len(ranked) - 1)]
+
+
+def _standing(rows: Sequence[TrialRow]) -> tuple[int, float]:
+    """What variants are ranked by, the best first: their best run; nothing known is last."""
+    best = next(iter(shortlist(rows, 1)), None)
+    if best is None:
+        return 2, 0.0
+    return (0, -best.score) if promising(best) else (1, max(best.violations, default=math.inf))
+
+
+def _trials_of(space: SearchSpace, variant: SearchSpace, tried: Sequence[Tried]) -> list[Tried]:
+    return [one for one in tried if space.variant(one.params) is variant]
+
+
+def _params(space: SearchSpace, params: tuple[int, str]) -> Params:
+    return {"edge_index": params[0], "kind": params[1], **space.settings}
 
 
 def distributions(space: SearchSpace) -> dict[str, BaseDistribution]:
-    """The study's parameters."""
+    """The parameters of a trial of this variant of a space. Optuna lets the bounds of a number differ from trial to
+    trial, but not the choices of a category."""
+    found = _budget_distributions(space)
+    if space.max_num_seqs is not None:
+        found["max_num_seqs"] = IntDistribution(1, space.max_num_seqs)
+    if space.policy is not None:
+        found["policy"] = CategoricalDistribution(POLICY_NAMES)
+    return found
+
+
+def _budget_distributions(space: SearchSpace) -> dict[str, BaseDistribution]:
     return {
         "edge_index": IntDistribution(0, len(space.edges) - 1),
         "kind": CategoricalDistribution((*KINDS, WHOLE_PROMPT)),
@@ -216,8 +268,8 @@ def _as_trial(space: SearchSpace, one: Tried, variance_metric: str) -> FrozenTri
     return optuna.create_trial(
         state=state,
         values=values,
-        params=dict(one.params),
-        distributions=distributions(space),
+        params={name: one.params[name] for name in ("edge_index", "kind")},
+        distributions=_budget_distributions(space),
         system_attrs={} if constraints is None else {"constraints": constraints},
     )
 

@@ -65,11 +65,11 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The outcome: ``status``, the winner (None when nothing ran), and the budgets that tie with it."""
+    """The outcome: ``status``, the winner (None when nothing ran), and those that tie with it."""
 
     status: str
     best: Contender | None
-    ties: tuple[int, ...] = ()
+    ties: tuple[Candidate, ...] = ()
 
 
 def promising(row: TrialRow) -> bool:
@@ -77,8 +77,8 @@ def promising(row: TrialRow) -> bool:
     return row.state == "complete" and row.feasible is not False
 
 
-def shortlist(rows: Sequence[TrialRow], count: int) -> list[int]:
-    """The ``count`` budgets of a search that are worth repeating, best first.
+def shortlist(rows: Sequence[TrialRow], count: int) -> list[TrialRow]:
+    """The ``count`` runs of a search, one a setting, that are worth repeating, best first.
 
     Feasible ones (or those without TBT data) by the objective; when there are none, those closest to the SLO.
     """
@@ -88,7 +88,10 @@ def shortlist(rows: Sequence[TrialRow], count: int) -> list[int]:
         ranked = sorted(good, key=lambda row: (-row.score, row.token_budget))
     else:
         ranked = sorted(usable, key=lambda row: (max(row.violations, default=math.inf), row.token_budget))
-    return list(dict.fromkeys(row.token_budget for row in ranked))[:count]
+    best: dict[tuple[int, int | None, str], TrialRow] = {}
+    for row in ranked:
+        best.setdefault(row.setting, row)
+    return list(best.values())[:count]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,8 @@ class Judge:
         fast = [one for one in feasible if leader is None or self.compare(one, leader).outcome != "lower"]
         steady = self._steadiest(fast)
         best = min(steady, key=lambda contender: contender.candidate.token_budget)
-        ties = tuple(sorted(one.candidate.token_budget for one in fast if one is not best))
+        tied = [one.candidate for one in fast if one is not best]
+        ties = tuple(sorted(tied, key=lambda candidate: candidate.token_budget))
         return Choice(status="no_data" if best.feasible is None else "feasible", best=best, ties=ties)
 
     def _steadiest(self, contenders: Sequence[Contender]) -> list[Contender]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import log
 
@@ -22,11 +23,26 @@ REACH = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One budget of the space: ``kind`` says where it lies relative to the edge at ``edge_tokens``."""
+    """One budget of the space: ``kind`` says where it lies relative to the edge at ``edge_tokens``. ``max_num_seqs``
+    and ``policy`` are what it runs with where the study searches these too, else None: the study's own."""
 
     token_budget: int
     kind: str
     edge_tokens: int
+    max_num_seqs: int | None = None
+    policy: str | None = None
+
+    def __str__(self) -> str:
+        """The budget in words, ``512``; with what else was searched, ``512 (max_num_seqs 64, policy sarathi)``."""
+        found = [("max_num_seqs", self.max_num_seqs), ("policy", self.policy)]
+        note = ", ".join(f"{name} {value}" for name, value in found if value is not None)
+        return f"{self.token_budget} ({note})" if note else str(self.token_budget)
+
+    @property
+    def run_suffix(self) -> str:
+        """What tells its runs from those of other candidates, in their names: ``512``, ``512-64-sarathi``."""
+        parts = (self.token_budget, self.max_num_seqs, self.policy)
+        return "-".join(str(part) for part in parts if part is not None)
 
 
 class SearchSpace:
@@ -36,6 +52,8 @@ class SearchSpace:
     and the middle between e and the next edge. ``whole_prompt`` adds the budget at which every prompt of the
     workload fits one iteration beside a full set of decodes: chunking switched off, even above ``max_budget``.
     ``costs`` is what an iteration costs by its tokens, None where it is not known.
+    A study that searches ``max_num_seqs`` or ``policy`` has one such space for each combination: the one of the study's
+    own settings, and ``others``, all of them its ``variants``. Without a search of these both are None.
     Raises ValueError when nothing lies inside the bounds.
     """
 
@@ -47,8 +65,14 @@ class SearchSpace:
         max_budget: int,
         whole_prompt: int | None = None,
         costs: TokenCosts | None = None,
+        max_num_seqs: int | None = None,
+        policy: str | None = None,
+        others: Sequence[SearchSpace] = (),
     ) -> None:
         self.costs = costs
+        self.max_num_seqs = max_num_seqs
+        self.policy = policy
+        self.variants: tuple[SearchSpace, ...] = (self, *others)
         inside = sorted({edge for edge in edges if min_budget <= edge <= max_budget})
         # Without an edge inside the bounds the bounds themselves are all there is to compare.
         self.edges = tuple(inside or sorted({min_budget, max_budget}))
@@ -64,16 +88,46 @@ class SearchSpace:
                 budget = self._budget(index, kind)
                 if budget is not None and budget not in taken:
                     taken.add(budget)
-                    self._by_params[index, kind] = Candidate(token_budget=budget, kind=kind, edge_tokens=edge)
+                    self._by_params[index, kind] = self._candidate(budget, kind, edge)
         if whole_prompt is not None and whole_prompt not in taken and whole_prompt >= min_budget:
             index = self._edge_index_below(whole_prompt)
-            self._by_params[index, WHOLE_PROMPT] = Candidate(
-                token_budget=whole_prompt, kind=WHOLE_PROMPT, edge_tokens=self.edges[index]
-            )
+            self._by_params[index, WHOLE_PROMPT] = self._candidate(whole_prompt, WHOLE_PROMPT, self.edges[index])
+
+    @property
+    def settings(self) -> dict[str, int | str]:
+        """What is searched besides the budget, as parameters of a trial."""
+        found = {"max_num_seqs": self.max_num_seqs, "policy": self.policy}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def variant(self, settings: Mapping[str, int | str]) -> SearchSpace:
+        """The variant of a trial's parameters. Raises KeyError for settings that are not searched."""
+        for variant in self.variants:
+            if all(settings.get(name) == value for name, value in variant.settings.items()):
+                return variant
+        raise KeyError(f"{settings}: no such variant")
+
+    def variant_of(self, candidate: Candidate) -> SearchSpace:
+        """The variant that ``candidate`` belongs to."""
+        found = {"max_num_seqs": candidate.max_num_seqs, "policy": candidate.policy}
+        return self.variant({name: value for name, value in found.items() if value is not None})
+
+    def alone(self) -> SearchSpace:
+        """This variant as the only one."""
+        single = copy(self)
+        single.variants = (single,)
+        return single
+
+    def find(self, token_budget: int, max_num_seqs: int | None, policy: str) -> Candidate | None:
+        """The candidate of any variant that a run with these settings ran; None where there is none."""
+        for variant in self.variants:
+            if variant.max_num_seqs == max_num_seqs and variant.policy in (None, policy):
+                params = variant.params_of(token_budget)
+                return None if params is None else variant.at(*params)
+        return None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """Every candidate, by budget."""
+        """Every candidate of this variant, by budget."""
         return tuple(sorted(self._by_params.values(), key=lambda candidate: candidate.token_budget))
 
     @property
@@ -140,6 +194,11 @@ class SearchSpace:
         if self.costs is None:
             raise AssertionError("costs are asked for where there are none")
         return self.costs.at(candidate.token_budget) / candidate.token_budget
+
+    def _candidate(self, budget: int, kind: str, edge: int) -> Candidate:
+        return Candidate(
+            token_budget=budget, kind=kind, edge_tokens=edge, max_num_seqs=self.max_num_seqs, policy=self.policy
+        )
 
     def _edge_index_below(self, tokens: int) -> int:
         return max(0, bisect_right(self.edges, tokens) - 1)

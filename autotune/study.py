@@ -1,4 +1,4 @@
-"""The search over budgets: rounds of proposals, run here or by any worker that has joined the study.
+"""The search over budgets, and what else is searched, in rounds of proposals, run here or by any worker that joins it.
 
 A round is proposed when the one before it is complete, from the rows of the rounds before it alone. How many workers
 run it, in which order they finish, and where the study was cut off then change nothing. What is recommended in the end
@@ -43,6 +43,7 @@ class BudgetStudy:
         self.seed = seed
         self.round_size = round_size
         self._start = start_params(space, suggestions)
+        self._num_candidates = sum(len(variant.params) for variant in space.variants)
         self.num_resumed = len(self.rows())
 
     def rows(self) -> list[TrialRow]:
@@ -97,7 +98,7 @@ class BudgetStudy:
         """Propose the next round; False when there is none."""
         done = len(proposals)
         size = len(self._start) - done if done < len(self._start) else self.round_size
-        size = min(size, num_trials - done, len(self.space.params) - done)
+        size = min(size, num_trials - done, self._num_candidates - done)
         round_index = proposals[-1].round_index + 1 if proposals else 0
         if size > 0:
             self._fill_round(proposals, round_index, size)
@@ -111,7 +112,7 @@ class BudgetStudy:
         for index in range(len(tried), len(tried) + count):
             params = self._start[index] if index < len(self._start) else self._propose(tried)
             proposal = Proposal(index=index, round_index=round_index, round_size=begun + count, params=params)
-            self.queue.add(proposal, distributions(self.space))
+            self.queue.add(proposal, distributions(self.space.variant(params)))
             tried.append(Tried(params=params, row=None))
 
     def _propose(self, tried: Sequence[Tried]) -> Params:

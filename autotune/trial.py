@@ -29,8 +29,9 @@ REQUIRED_METRICS = ("total_tokens_per_s", "output_tokens_per_s", "busy_s", "iter
 class TrialRow:
     """One row of ``trials.parquet``. ``state`` is ``complete``, ``pruned`` or ``failed``; the last two have a
     ``reason``. ``feasible`` is None where the SLO has no data. A pruned row's ``tbt_p99_ms`` is that of the run so far.
-    ``round``: of the interleaved repeats. ``score``: the objective of a complete run. ``violations``: how far over its
-    limit each of ``engine.metrics.LIMITED`` is, as a share of the limit.
+    ``max_num_seqs`` is None where the study does not search it. ``round``: of the interleaved repeats. ``score``: the
+    objective of a complete run. ``violations``: how far over its limit each of ``engine.metrics.LIMITED`` is, as a
+    share of the limit.
     """
 
     run: str
@@ -44,6 +45,7 @@ class TrialRow:
     feasible: bool | None
     started_at: str
     elapsed_s: float
+    max_num_seqs: int | None = None
     round: int | None = None
     score: float = 0.0
     violations: tuple[float, ...] = ()
@@ -51,6 +53,11 @@ class TrialRow:
     metrics: MetricRow = field(default_factory=dict)
     predicted_tbt_p99_ms: float | None = None
     predicted_total_tokens_per_s: float | None = None
+
+    @property
+    def setting(self) -> tuple[int, int | None, str]:
+        """What was run: budget, most sequences where they are searched, policy; see ``SearchSpace.find``."""
+        return self.token_budget, self.max_num_seqs, self.policy
 
     def metric(self, name: str) -> float:
         """A metric by name, NaN where the run has no data for it."""
@@ -60,7 +67,7 @@ class TrialRow:
     def to_row(self) -> dict[str, object]:
         """The flat row, metrics as columns; predictions where the model was asked."""
         row = asdict(self)
-        for name in ("predicted_tbt_p99_ms", "predicted_total_tokens_per_s"):
+        for name in ("max_num_seqs", "predicted_tbt_p99_ms", "predicted_total_tokens_per_s"):
             if row[name] is None:
                 del row[name]
         row["tbt_quantiles_ms"] = list(self.tbt_quantiles_ms)
@@ -113,7 +120,8 @@ class TrialRunner:
         began = perf_counter()
         row = replace(self.failed_row(candidate, run, role, None, policy=policy), round=round_number)
         prediction = self.predictions.get(candidate.token_budget)
-        if prediction is not None and row.policy == self.base.policy:
+        predicted = (self.base.max_num_seqs, self.base.policy)
+        if prediction is not None and (row.max_num_seqs or self.base.max_num_seqs, row.policy) == predicted:
             row = replace(
                 row,
                 predicted_tbt_p99_ms=prediction.tbt_p99_ms,
@@ -121,7 +129,12 @@ class TrialRunner:
             )
         record: RunRecord | None = None
         try:
-            config = replace(self.base, token_budget=candidate.token_budget, policy=row.policy)
+            config = replace(
+                self.base,
+                token_budget=candidate.token_budget,
+                policy=row.policy,
+                max_num_seqs=candidate.max_num_seqs or self.base.max_num_seqs,
+            )
             with device_lock(self.engine if isinstance(self.engine, ServerEngine) else self.engine.executor):
                 record, metrics, qps = self._measure(config, prune)
             row = self._score(row, record, metrics, qps)
@@ -150,7 +163,8 @@ class TrialRunner:
             token_budget=candidate.token_budget,
             kind=candidate.kind,
             edge_tokens=candidate.edge_tokens,
-            policy=policy or self.base.policy,
+            policy=policy or candidate.policy or self.base.policy,
+            max_num_seqs=candidate.max_num_seqs,
             feasible=None,
             started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             elapsed_s=0.0,

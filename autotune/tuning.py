@@ -158,7 +158,9 @@ def tune(
         confidence = state_confidence(problem.judge, choice, contenders, problem.slo, drift_pct, time_note)
         sensitivity: list[Sensitivity] = []
         if choice.best is not None and choice.status == "feasible":
-            sensitivity = find_sensitivity(problem, choice.best.candidate.token_budget, search_rows, warm.table)
+            chosen = _chosen(problem, choice)
+            alike = [row for row in search_rows if chosen.space.find(*row.setting) is not None]
+            sensitivity = find_sensitivity(chosen, choice.best.candidate.token_budget, alike, warm.table)
         rows = [*search_rows, *(row for row, _ in (*repeats, *anchors, *policies))]
         records = [(row, record) for row, record in policies if record is not None and row.state == "complete"]
         recommendation = _recommend(problem, choice, contenders, search_rows, rows, command, confidence, sensitivity)
@@ -168,11 +170,11 @@ def tune(
         importance = parameter_importance(search_rows, metrics)
         if importance is not None:
             folder.write_json(IMPORTANCE_FILE, importance)
-        _write_curves(folder, problem, recommendation.token_budget, _table(executor) or warm.table)
+        _write_curves(folder, _chosen(problem, choice), recommendation.token_budget, _table(executor) or warm.table)
         folder.write_json("recommendation.json", recommendation.to_json())
         if yardstick is not None and recommendation.token_budget is not None:
             comparison = compare_disaggregated(
-                problem,
+                _chosen(problem, choice),
                 recommendation.token_budget,
                 yardstick,
                 lambda done: report_progress("yardstick", done, 0, None),
@@ -214,7 +216,7 @@ def _recommend(
     confidence: Confidence,
     sensitivity: Sequence[Sensitivity],
 ) -> Recommendation:
-    config, best = problem.config, choice.best
+    config, best = _chosen(problem, choice).config, choice.best
     device, reference = problem.executor.describe(), problem.facts.reference
     expected: dict[str, Figure] = {}
     for metric in dict.fromkeys((*EXPECTED_METRICS, problem.objective.metric, *_limited_metrics(problem.slo))):
@@ -269,12 +271,19 @@ def _verdict(
     confidence: Confidence,
     sensitivity: Sequence[Sensitivity],
 ) -> str:
-    verdict = write_verdict(choice, contenders, problem.space, problem.slo, problem.judge, _table(problem.executor))
+    space = _chosen(problem, choice).space
+    verdict = write_verdict(choice, contenders, space, problem.slo, problem.judge, _table(problem.executor))
     moved = [one.statement for one in sensitivity if one.token_budget != _budget(choice)]
     stays = "" if not sensitivity or moved else "Neither SLO nor traffic 20% up or down would change it."
     return " ".join(
         part for part in (verdict, f"Confidence: {confidence.level}. {confidence.statement}", *moved, stays) if part
     )
+
+
+def _chosen(problem: Problem, choice: Choice) -> Problem:
+    """The problem at the settings of the choice, where more than the budget was searched."""
+    searched_more = len(problem.space.variants) > 1
+    return problem.at(choice.best.candidate) if choice.best is not None and searched_more else problem
 
 
 def _budget(choice: Choice) -> int | None:
@@ -314,12 +323,13 @@ def _alternatives(
     problem: Problem, choice: Choice, contenders: Sequence[Contender], search_rows: Sequence[TrialRow]
 ) -> list[Alternative]:
     """The repeated contenders, then the other budgets of the search that ran to their end."""
-    repeated = {contender.candidate.token_budget for contender in contenders}
-    by_budget = {candidate.token_budget: candidate for candidate in problem.space.candidates}
+    repeated = {contender.candidate for contender in contenders}
     others = [
-        Contender(candidate=by_budget[row.token_budget], rows=(row,))
+        Contender(candidate=candidate, rows=(row,))
         for row in search_rows
-        if row.state == "complete" and row.token_budget in by_budget and row.token_budget not in repeated
+        if row.state == "complete"
+        and (candidate := problem.space.find(*row.setting)) is not None
+        and candidate not in repeated
     ]
     alternatives = []
     for contender in (*contenders, *others):
@@ -334,9 +344,11 @@ def _alternatives(
                 token_budget=contender.candidate.token_budget,
                 kind=contender.candidate.kind,
                 feasible=contender.feasible,
-                tie=contender.candidate.token_budget in choice.ties,
+                tie=contender.candidate in choice.ties,
                 reason=describe_alternative(contender, choice, problem.slo, problem.objective),
                 **figures,
+                max_num_seqs=contender.candidate.max_num_seqs,
+                policy=contender.candidate.policy,
             )
         )
     return alternatives
@@ -358,7 +370,11 @@ def _write_environment(folder: RunFolder, problem: Problem, command: str, warm_s
             **({"warm_start": warm_start_note} if warm_start_note else {}),
         },
     )
-    candidates = [asdict(candidate) for candidate in problem.space.candidates]
+    candidates = [
+        {name: value for name, value in asdict(candidate).items() if value is not None}
+        for variant in problem.space.variants
+        for candidate in variant.candidates
+    ]
     folder.write_json("profile.json", {**problem.facts.to_json(), "candidates": candidates})
     if problem.facts.staircase is not None:
         folder.write_json("tiles.json", problem.facts.staircase.to_json())

@@ -32,18 +32,19 @@ def write_verdict(
     if choice.status == "infeasible":
         over = "has no data" if tbt is None else f"is {tbt.value:.3g} ms, {tbt.value / limit_ms:.2f}x the SLO"
         sentences.append(
-            f"No budget meets the SLO of {limit_ms:.3g} ms P99 TBT ({slo.name}). The closest is {budget} tokens: its "
+            f"No budget meets the SLO of {limit_ms:.3g} ms P99 TBT ({slo.name}). The closest is {budget} tokens"
+            f"{_settings(best, 'at')}: its "
             f"P99 TBT {over}{_breaches(best, slo)}."
         )
     elif choice.status == "no_data":
         sentences.append(
             f"No request generates a second token, so there is no TBT and the SLO has no data. By throughput alone the "
-            f"budget is {budget} tokens."
+            f"budget is {budget} tokens{_settings(best, 'at')}."
         )
     elif tbt is not None:
         sentences.append(
-            f"Set the token budget to {budget}. P99 TBT is {tbt.value:.3g} ms{_range(tbt)} against an SLO of "
-            f"{limit_ms:.3g} ms."
+            f"Set the token budget to {budget}{_settings(best, 'with')}. P99 TBT is {tbt.value:.3g} ms{_range(tbt)} "
+            f"against an SLO of {limit_ms:.3g} ms."
         )
     if choice.status != "no_data":
         sentences += _latencies(best, slo)
@@ -90,6 +91,14 @@ def staircase_sentence(table: LatencyTable, budget: int) -> str:
     )
 
 
+def _settings(best: Contender, preposition: str) -> str:
+    """What else was searched, as it was chosen."""
+    candidate = best.candidate
+    found = (("max_num_seqs", candidate.max_num_seqs), ("policy", candidate.policy))
+    words = " and ".join(f"{name} {value}" for name, value in found if value is not None)
+    return f" {preposition} {words}" if words else ""
+
+
 def _latencies(best: Contender, slo: SLO) -> list[str]:
     """How it does against the limits on TTFT and E2E, where there are any."""
     sentences = []
@@ -123,7 +132,6 @@ def _range(spread: Spread) -> str:
 def describe_alternative(contender: Contender, choice: Choice, slo: SLO, objective: Objective) -> str:
     """Why a measured budget was not chosen."""
     best = choice.best
-    budget = contender.candidate.token_budget
     if best is None or not contender.rows:
         return "every repeat failed"
     if choice.status != "infeasible" and contender.feasible is False:
@@ -135,7 +143,7 @@ def describe_alternative(contender: Contender, choice: Choice, slo: SLO, objecti
         return f"breaks the SLO: {' and '.join(broken) or 'a limit'} over the limit"
     if choice.status == "infeasible":
         return "further from the SLO"
-    if budget in choice.ties:
+    if contender.candidate in choice.ties:
         return f"a tie in {objective.noun}; the choice falls to steadier iterations, then to the smaller budget"
     mine, theirs = contender.spread(objective.metric), best.spread(objective.metric)
     if mine is None or theirs is None or not theirs.value > 0.0:

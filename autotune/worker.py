@@ -84,7 +84,7 @@ def run_name(proposal: Proposal) -> str:
 def candidate_of(space: SearchSpace, proposal: Proposal) -> Candidate:
     """The budget that a proposal is about."""
     edge_index, kind = int(proposal.params["edge_index"]), str(proposal.params["kind"])
-    candidate = space.at(edge_index, kind)
+    candidate = space.variant(proposal.params).at(edge_index, kind)
     if candidate is None:
         raise AssertionError(f"edge {edge_index} {kind} is no candidate of the study's space")
     return candidate

@@ -31,7 +31,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A budget that was considered and not taken."""
+    """A budget that was considered and not taken, with ``max_num_seqs`` and policy where they were searched."""
 
     token_budget: int | None
     kind: str
@@ -42,6 +42,15 @@ class Alternative:
     total_tokens_per_s: float | None
     bubble_fraction_4: float | None
     iteration_cv: float | None
+    max_num_seqs: int | None = None
+    policy: str = ""
+
+    @property
+    def label(self) -> str:
+        """The budget, with what else was searched: ``512 (max_num_seqs 64, policy sarathi)``."""
+        found = (("max_num_seqs", self.max_num_seqs), ("policy", self.policy))
+        note = ", ".join(f"{name} {value}" for name, value in found if value)
+        return budget_label(self.token_budget) + (f" ({note})" if note else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +203,8 @@ def _alternative(json: JsonObject) -> Alternative:
         total_tokens_per_s=json.number("total_tokens_per_s"),
         bubble_fraction_4=json.number("bubble_fraction_4"),
         iteration_cv=json.number("iteration_cv"),
+        max_num_seqs=_integer(json, "max_num_seqs"),
+        policy=json.text("policy", ""),
     )
 
 

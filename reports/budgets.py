@@ -20,13 +20,10 @@ def summarise_budgets(search: pd.DataFrame, answer: Answer) -> pd.DataFrame:
     Columns: ``token_budget`` (NaN is unlimited), ``label``, ``kind``, ``num_runs``, ``feasible`` (True only where
     every run was; None where none had data), ``recommended``, ``quantiles`` (median TBT quantiles, ms, or None), and
     for each metric ``m``: ``m`` (the median), ``m_low`` and ``m_high`` (the extremes). A budget that was repeated is
-    represented by its repeats alone, so that its spread is that of runs made under equal conditions. Where a study
-    tried several policies, only the recommended one counts.
+    represented by its repeats alone, so that its spread is that of runs made under equal conditions.
+    Only runs ``at_recommended`` settings count.
     """
-    runs = search[search["state"] == "complete"]
-    policy = answer.engine.get("policy")
-    if runs["policy"].nunique() > 1 and policy in set(runs["policy"]):
-        runs = runs[runs["policy"] == policy]
+    runs = at_recommended(search[search["state"] == "complete"], answer)
     runs = runs.assign(label=[budget_label(budget) for budget in runs["token_budget"]])
     repeated = set(runs.loc[runs["role"] == "repeat", "label"])
     runs = runs[(runs["role"] == "repeat") | ~runs["label"].isin(repeated)]
@@ -53,6 +50,16 @@ def summarise_budgets(search: pd.DataFrame, answer: Answer) -> pd.DataFrame:
     )
     frame["recommended"] = frame["label"] == answer.marked_label
     return frame.sort_values("token_budget", na_position="last").reset_index(drop=True)
+
+
+def at_recommended(runs: pd.DataFrame, answer: Answer) -> pd.DataFrame:
+    """``runs`` at the recommended policy and ``max_num_seqs``, where the study tried several of them."""
+    for name in ("policy", "max_num_seqs"):
+        words = [f"{value:.0f}" if isinstance(value, float) else value for value in runs[name]]
+        alike = np.array([word == answer.engine.get(name) for word in words], dtype=bool)
+        if runs[name].nunique() > 1 and alike.any():
+            runs = runs[alike]
+    return runs
 
 
 def _all_feasible(flags: pd.Series) -> bool | None:

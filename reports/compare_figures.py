@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .budget_axes import latency_axis
+from .budgets import at_recommended
 from .policy_tails import exceedance
 from .run_folder import RunFolder
 from .style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, Drawing, finish, log_ticks
@@ -159,7 +160,7 @@ def draw_tails_at_answers(studies: Sequence[Study]) -> Drawing:
         quantiles = None if row is None else row["quantiles"]
         if row is None or quantiles is None:
             continue
-        runs = study.folder.search
+        runs = at_recommended(study.folder.search, study.folder.answer)
         counts = runs.loc[runs["token_budget"] == row["token_budget"], "tbt_count"]
         gaps_ms, shares = exceedance(
             pd.Series({**row.to_dict(), "tbt_quantiles_ms": quantiles, "tbt_count": counts.max()}, dtype=object)

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .budget_axes import add_slo_line, finish_budget_axis, latency_axis, mark_recommended, value_axis
-from .budgets import KIND_ORDER
+from .budgets import KIND_ORDER, at_recommended
 from .findings import budget_finding, pipeline_finding, tail_finding
 from .run_folder import RunFolder
 from .style import GREEN, INK, KIND_STYLES, MUTED, PAPER, SKY, VERMILLION, Drawing, finish, log_ticks
@@ -30,7 +30,8 @@ def draw_budgets(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
     if budgets.empty:
         return Drawing(name=name, title=title, finding=NOTHING_COMPLETE)
     bubble = folder.answer.bubble_metric
-    pruned = _pruned_only(folder.search, budgets)
+    search = at_recommended(folder.search, folder.answer)
+    pruned = _pruned_only(search, budgets)
     panels = [
         ("tbt_p99_ms", "P99 TBT, ms", 1.0, ".4~g"),
         ("total_tokens_per_s", "total tokens/s", 1.0, ",.0f"),
@@ -63,7 +64,7 @@ def draw_budgets(folder: RunFolder, budgets: pd.DataFrame) -> Drawing:
         add_slo_line(figure, folder.answer.slo.tbt_p99_ms, log="type" in axis)
     figure.update_xaxes(title_text=X_TITLE, row=len(panels), col=1)
     repeated = budgets[budgets["num_runs"] > 1]
-    stopped = folder.search[folder.search["state"] == "pruned"]
+    stopped = search[search["state"] == "pruned"]
     unseen = stopped[~stopped["token_budget"].isin(order)]["token_budget"].drop_duplicates().sort_values()
     note = (
         f"Points are medians; bars run from the lowest to the highest run of the {count(len(repeated), 'budget')} that "

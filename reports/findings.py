@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pandas as pd
 
 from .answer import Answer, Estimate
-from .budgets import edge_penalty, highest, lowest, noise_fraction
+from .budgets import at_recommended, edge_penalty, highest, lowest, noise_fraction
 from .run_folder import RunFolder
-from .text import budget_label, count, listing, milliseconds, percent, rate, significant
+from .text import count, listing, milliseconds, percent, rate, significant
 
 #: A largest gap this many times the P99 is called a stall that the P99 hides.
 STALL_RATIO = 3.0
@@ -46,7 +46,7 @@ def judge_confidence(answer: Answer) -> Confidence:
         reasons.append(
             f"The highest P99 TBT, {milliseconds(worst_ms)}, is {percent(abs(1 - worst_ms / limit_ms))} {side} the SLO."
         )
-    ties = [budget_label(item.token_budget) for item in answer.alternatives if item.tie]
+    ties = [item.label for item in answer.alternatives if item.tie]
     if ties:
         reasons.append(f"The difference to {listing(ties)} is inside the spread: a tie.")
     noise = throughput.half_spread if throughput else 0.0
@@ -71,7 +71,8 @@ def _repeat_reason(measured: Estimate, throughput: Estimate | None, *, identical
 
 def budget_finding(folder: RunFolder, budgets: pd.DataFrame) -> str:
     """What the budgets differ in: where the SLO ends, and what a token past an edge costs."""
-    stopped = folder.search[folder.search["state"] == "pruned"]["token_budget"]
+    search = at_recommended(folder.search, folder.answer)
+    stopped = search[search["state"] == "pruned"]["token_budget"]
     num_stopped = stopped[~stopped.isin(budgets["token_budget"])].nunique()
     return " ".join(
         part for part in (_slo_sentence(folder.answer, budgets, num_stopped), _edge_sentence(budgets)) if part

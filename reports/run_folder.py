@@ -111,6 +111,11 @@ class RunFolder:
         return dict(sorted(found.items()))
 
     @property
+    def searched_seqs(self) -> bool:
+        """Whether the study searched ``max_num_seqs`` too."""
+        return bool(self.trials["max_num_seqs"].notna().any())
+
+    @property
     def has_predictions(self) -> bool:
         """Whether any run carries a prediction."""
         return bool(self.trials[list(PREDICTED_COLUMNS)].notna().any(axis=None))
@@ -156,7 +161,7 @@ def _read_trials(path: Path) -> pd.DataFrame:
     for name in TEXT_COLUMNS:
         values = frame[name] if name in columns else pd.Series(index=frame.index, dtype=object)
         frame[name] = values.astype(object).where(values.notna(), "")
-    for name in (*METRIC_COLUMNS, *PREDICTED_COLUMNS, "token_budget", "edge_tokens", "elapsed_s"):
+    for name in (*METRIC_COLUMNS, *PREDICTED_COLUMNS, "token_budget", "max_num_seqs", "edge_tokens", "elapsed_s"):
         values = frame[name] if name in columns else pd.Series(np.nan, index=frame.index)
         frame[name] = pd.to_numeric(values, errors="coerce").astype(float)
     for name in ("feasible", "tbt_quantiles_ms"):

@@ -8,6 +8,7 @@ from math import isfinite
 
 import pandas as pd
 
+from .budgets import at_recommended
 from .history import outcome
 from .json_object import JsonObject
 from .run_folder import RunFolder
@@ -41,10 +42,12 @@ class TrialRow:
 
 PREDICTED_TBT = Column(title="Predicted P99", unit="ms")
 PREDICTED_THROUGHPUT = Column(title="Predicted", unit="total tok/s")
+MAX_SEQS = Column(title="Max seqs")
 _TRIAL_COLUMNS = (
     Column(title="#"),
     Column(title="Run", numeric=False),
     Column(title="Budget", unit="tokens"),
+    MAX_SEQS,
     Column(title="Kind", numeric=False),
     Column(title="Policy", numeric=False),
     Column(title="Outcome", numeric=False),
@@ -65,25 +68,30 @@ _TRIAL_COLUMNS = (
 
 
 def trial_columns(folder: RunFolder) -> tuple[Column, ...]:
-    """The headings of the trial table; the predicted ones only where a run has a prediction."""
-    hidden = () if folder.has_predictions else (PREDICTED_TBT, PREDICTED_THROUGHPUT)
+    """The headings of the trial table; the predicted ones only where a run has a prediction, and the most sequences
+    only where they were searched."""
+    hidden = [] if folder.has_predictions else [PREDICTED_TBT, PREDICTED_THROUGHPUT]
+    hidden += [] if folder.searched_seqs else [MAX_SEQS]
     return tuple(column for column in _TRIAL_COLUMNS if column not in hidden)
 
 
 def trial_rows(folder: RunFolder) -> list[TrialRow]:
     """Every engine run of the study in order of its start, policy runs included."""
     runs = folder.trials.sort_values("started_at", kind="stable")
-    predicted = folder.has_predictions
+    alike = set(at_recommended(runs[runs["role"] != "policy"], folder.answer).index)
     return [
-        _trial_row(folder, place, row, predicted=predicted) for place, (_, row) in enumerate(runs.iterrows(), start=1)
+        _trial_row(folder, place, row, alike=index in alike)
+        for place, (index, row) in enumerate(runs.iterrows(), start=1)
     ]
 
 
-def _trial_row(folder: RunFolder, place: int, row: pd.Series, *, predicted: bool) -> TrialRow:
+def _trial_row(folder: RunFolder, place: int, row: pd.Series, *, alike: bool) -> TrialRow:
+    """``alike``: it ran with the recommended settings, but for the budget."""
+    predicted = folder.has_predictions
     ended = outcome(str(row["state"]), row["feasible"])
     budget = float(row["token_budget"])
     tone = {"failed": "failed", "stopped early": "stopped"}.get(ended, "")
-    if not tone and budget_label(budget) == folder.answer.marked_label and row["role"] != "policy":
+    if not tone and budget_label(budget) == folder.answer.marked_label and alike:
         tone = "chosen"
     return TrialRow(
         tone=tone,
@@ -91,6 +99,7 @@ def _trial_row(folder: RunFolder, place: int, row: pd.Series, *, predicted: bool
             Cell(text=str(place), key=str(place)),
             _word(row["run"]),
             Cell(text=budget_label(budget), key=str(budget) if isfinite(budget) else "1e300"),
+            *((_figure(row["max_num_seqs"]),) if folder.searched_seqs else ()),
             _word(KIND_NAMES.get(str(row["kind"]), str(row["kind"]))),
             _word(POLICY_NAMES.get(str(row["policy"]), str(row["policy"]))),
             _word(ended),

@@ -105,6 +105,7 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
     [
         (["tune", "--tbt-slo", "fast"], "slo='fast': must be strict, relaxed, or a positive duration"),
         (["tune", "--policy", "fifo"], "--policy='fifo': must be one of faster_transformer, orca"),
+        (["tune", "--search", "policy"], "--search='policy': must name token_budget and, on request, max_num_seqs"),
         (["tune", "--num-requests", "0"], "--num-requests=0: must be at least 1"),
         (["tune", "--min-budget", "4"], "--min-budget=4: must be at least max_num_seqs=8"),
         (["tune", "--device", "tpu"], "--device='tpu': must be one of auto, cpu, cuda"),
