@@ -102,7 +102,16 @@ def print_recommendation(console: Console, recommendation: Recommendation, folde
     # Columns of what was searched besides the budget.
     entries = recommendation.alternatives
     more = [name for name in ("max_num_seqs", "policy") if any(getattr(entry, name) is not None for entry in entries)]
-    headings = ("budget", *more, "kind", "P99 TBT ms", "tokens/s", "bubbles (4 stages)", "why not")
+    words = {"max_num_seqs": "seqs", "policy": "policy"}
+    headings = (
+        "budget",
+        *(words[name] for name in more),
+        "kind",
+        "P99 TBT ms",
+        "tokens/s",
+        "bubbles (4 stages)",
+        "why not",
+    )
     table = Table(*headings, box=None, pad_edge=False)
     for entry in entries:
         table.add_row(

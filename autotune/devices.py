@@ -15,7 +15,7 @@ from ..engine.modelled_pipeline import AnyModelled, Link, ModelledPipeline
 from ..engine.server_engine import Target
 from ..engine.stage_launch import Torchrun
 from ..engine.torch_executor import TorchExecutor
-from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, list_systems, system_spec
+from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, SystemSpec, list_systems, system_spec
 from .config import HOST_DEVICES, TuneConfig
 from .profiles import list_profiles, profile_executor
 
@@ -72,6 +72,11 @@ def _systems() -> list[SystemInfo]:
         return list_systems()
     except SiliconError:
         return []
+
+
+def known_spec(device: str) -> SystemSpec | None:
+    """The data sheet of a system of the tables; None for another device, such as a profile's or a program's own."""
+    return system_spec(device) if any(system.system == device for system in _systems()) else None
 
 
 def silicon_hint() -> str | None:

@@ -16,14 +16,13 @@ from ..engine.metrics import QUANTILE_FIELDS, SLO
 from ..engine.modelled_pipeline import AnyModelled
 from ..engine.server_engine import Target
 from ..kernels.latency import LatencyTable
-from ..kernels.silicon import system_spec
 from ..reports import build_report
 from .confidence import state_confidence
 from .config import TuneConfig
 from .contenders import ProgressSink, check_drift, compare_policies, repeat_contenders
 from .cost_curves import CURVES_FILE, BatchSizes, cost_curves
 from .device_lock import device_lock
-from .devices import visible_gpus
+from .devices import known_spec, visible_gpus
 from .disaggregation import Yardstick, compare_disaggregated
 from .environment import command_line, package_versions, source_commit
 from .importance import IMPORTANCE_FILE, parameter_importance
@@ -310,8 +309,7 @@ def _write_curves(folder: RunFolder, problem: Problem, token_budget: int | None,
         return
     config = problem.engine_config
     sizes = BatchSizes.of(problem.workload, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len)
-    in_tables = problem.config.modelled and not problem.config.from_profile
-    spec = system_spec(problem.config.device) if in_tables else None
+    spec = known_spec(problem.config.device) if problem.config.modelled else None
     folder.write_json(CURVES_FILE, cost_curves(table, sizes, token_budget=token_budget, spec=spec))
 
 
