@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 from ..engine import PAPER_POLICIES, RunRecord
 from ..engine.server_engine import ServerEngine
 from ..engine.workload import scale_load
+from .parallel import side_by_side
 from .problem import Problem
 from .selection import Choice, Contender, promising, shortlist
 from .space import Candidate
@@ -43,7 +45,10 @@ def repeat_contenders(
         if not best or (contenders and not any(promising(row) for row in left)):
             return contenders, pairs
         batch = _with_company(problem, best, tried, search_rows)
-        batch_contenders, runs = _rounds(problem, runner, batch, progress, until_s)
+        if problem.judge.exact:
+            batch_contenders, runs = _once(problem, runner, batch, search_rows, progress)
+        else:
+            batch_contenders, runs = _rounds(problem, runner, batch, progress, until_s)
         pairs += runs
         contenders += batch_contenders
         if problem.judge.choose(contenders).status != "infeasible":
@@ -74,9 +79,8 @@ def _rounds(
     After ``repeats`` rounds only those go on of which it is not shown whether they are worse than the leader, for as
     many rounds again at most, and none is begun after ``until_s`` (of ``perf_counter``).
     """
-    # A modelled device gives the same figures every time.
-    fewest = 1 if problem.judge.exact else problem.config.repeats
-    most = 1 if problem.judge.exact else MAX_ROUNDS_PER_REPEAT * problem.config.repeats
+    fewest = problem.config.repeats
+    most = MAX_ROUNDS_PER_REPEAT * problem.config.repeats
     runs: list[RunPair] = []
     active, planned = list(batch), fewest * len(batch)
     for number in range(most):
@@ -93,6 +97,27 @@ def _rounds(
         active = [one.candidate for one in contested]
         planned = len(runs) + (most - number - 1) * len(active)
     return contenders, runs
+
+
+def _once(
+    problem: Problem,
+    runner: TrialRunner,
+    batch: Sequence[Candidate],
+    search_rows: Sequence[TrialRow],
+    progress: ProgressSink,
+) -> tuple[list[Contender], list[RunPair]]:
+    """Every candidate once, on a device that repeats itself to the bit: what the search ran to its end is not run
+    again, its row stands for the repeat."""
+    known = {problem.space.find(*row.setting): row for row in search_rows if row.state == "complete"}
+    runs: list[RunPair] = []
+    for candidate in batch:
+        run, row = f"repeat-{candidate.run_suffix}-0", known.get(candidate)
+        if row is None:
+            runs.append(runner.run(candidate, run=run, role="repeat", round_number=0))
+        else:
+            runs.append((replace(row, run=run, role="repeat", round=0, elapsed_s=0.0), None))
+        progress("repeat", len(runs), len(batch), runs[-1][0])
+    return [_contender(problem, candidate, runs) for candidate in batch], runs
 
 
 def _contender(problem: Problem, candidate: Candidate, runs: Sequence[RunPair]) -> Contender:
@@ -125,9 +150,13 @@ def compare_policies(problem: Problem, runner: TrialRunner, choice: Choice, prog
         return []
     policies = tuple(dict.fromkeys((*PAPER_POLICIES, problem.config.policy)))
     runner = _at_capacity(runner, choice.best)
+    candidate = choice.best.candidate
+
+    def run(policy: str) -> RunPair:
+        return runner.run(candidate, run=f"policy-{policy}", role="policy", policy=policy)
+
     runs: list[RunPair] = []
-    for policy in policies:
-        pair = runner.run(choice.best.candidate, run=f"policy-{policy}", role="policy", policy=policy)
+    for pair in side_by_side(run, policies) if problem.judge.exact else map(run, policies):
         runs.append(pair)
         progress("policy", len(runs), len(policies), pair[0])
     return runs

@@ -1,20 +1,24 @@
-"""Worker processes on this machine, started by ``tune`` beside the process that proposes."""
+"""Processes on this machine beside the one that proposes: workers of a study, and runs that nothing disturbs."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.context import BaseContext
 from multiprocessing.synchronize import Event
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 MAX_WORKERS = 8
 """Each holds the tokens of a whole trace, some hundred MB."""
 
 STOP_LIMIT_S = 5.0
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def num_cores() -> int:
@@ -63,6 +67,18 @@ class LocalWorkers:
                 process.kill()
 
 
+def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+    """``function`` of every item, in their order, one process a core: for runs on modelled devices, whose time no
+    neighbour disturbs. Forked, the processes share workload and tables with this one."""
+    num_processes = min(num_cores(), len(items))
+    if num_processes < 2:
+        yield from map(function, items)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_adopt, initargs=(function,)) as pool:
+        yield from pool.map(_call_adopted, items)
+
+
 def is_orphan(parent: int) -> bool:
     """Whether the process that started this one has ended."""
     return os.getppid() != parent
@@ -84,3 +100,17 @@ def _interrupt_once(signum: int, frame: FrameType | None) -> None:
     interrupted."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+_adopted: Callable[[Any], Any] | None = None
+
+
+def _adopt(function: Callable[[Any], Any]) -> None:
+    global _adopted
+    _adopted = function
+
+
+def _call_adopted(item: Any) -> Any:
+    if _adopted is None:
+        raise RuntimeError("a process runs before it was given its function")
+    return _adopted(item)

@@ -1,7 +1,8 @@
 """What it would take to change the recommendation: the SLO, the load and the prompts 20% up and down.
 
-On a modelled device the study's budgets near the recommended one are run again under each change. On a real device the
-trials at hand answer for the SLO, and the latency model of the warm start, where there is one, for load and prompts.
+On a modelled device the study's budgets near the recommended one are run again under each change: load and prompts on
+the first ``SAMPLE_REQUESTS`` requests, with and without the change. On a real device the trials at hand answer for the
+SLO, and the latency model of the warm start, where there is one, for load and prompts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..engine.modelled_executor import ModelledExecutor
 from ..engine.server_engine import AnyEngine, engine_on
 from ..engine.workload import clip_lengths, scale_load
 from ..kernels.latency import LatencyTable
+from .parallel import side_by_side
 from .problem import Problem
 from .recommendation import Sensitivity
 from .selection import promising
@@ -26,6 +28,9 @@ FACTORS = (0.8, 1.2)
 #: Budgets on each side of the recommended one that are run under a change, and how often the window follows the best.
 WINDOW = 2
 MAX_MOVES = 2
+
+#: Requests of the workload that changes of load and prompts are tried on, where a device is modelled.
+SAMPLE_REQUESTS = 2000
 
 #: A recommended budget that is this close to the best under a change, as a share, is still the choice.
 SAME_WITHIN = 0.01
@@ -62,10 +67,15 @@ def find_sensitivity(
     on_done: Callable[[str], None] = lambda change: None,
 ) -> list[Sensitivity]:
     """What would be chosen under each change, by the study's own budgets; ``table`` is the warm start's model."""
+    todo = list(changes(problem))
+
+    def find(change: Change) -> Sensitivity:
+        return _under(problem, change, recommended, search_rows, table)
+
     found = []
-    for change in changes(problem):
-        found.append(_under(problem, change, recommended, search_rows, table))
-        on_done(change.name)
+    for one in side_by_side(find, todo) if problem.judge.exact else map(find, todo):
+        found.append(one)
+        on_done(one.change)
     return found
 
 
@@ -113,23 +123,30 @@ def _under(
     known = {}
     if change.of_slo and problem.objective.name == "throughput":
         known = _judged_again(search_rows, change.slo, problem)
-    if exact:
+    workload = problem.workload
+    if exact and not change.of_slo and len(workload.requests) > SAMPLE_REQUESTS:
+        workload, changed = (replace(one, requests=one.requests[:SAMPLE_REQUESTS]) for one in (workload, change.workload))
+        change = replace(change, workload=changed)
+        engine, source = engine_on(problem.executor), f"by the first {SAMPLE_REQUESTS:,} requests"
+    elif exact:
         scores = _run_window(problem, change, engine_on(problem.executor), budgets, recommended, known)
         return _state(change.name, recommended, scores, "")
-    if change.of_slo:
+    elif change.of_slo:
         return _state(change.name, recommended, known, "by the trials that ran to their end")
-    if table is None:
+    elif table is None:
         statement = f"{change.name}: not known; there is no latency model of this device to ask."
         return Sensitivity(change=change.name, token_budget=None, statement=statement)
-    engine = Engine(ModelledExecutor(table, resolve_model(problem.config.model)[0]))
-    same = replace(change, slo=problem.slo, workload=problem.workload)
+    else:
+        engine = Engine(ModelledExecutor(table, resolve_model(problem.config.model)[0]))
+        source = "by the latency model"
+    same = replace(change, slo=problem.slo, workload=workload)
     now = _best(_run_window(problem, same, engine, budgets, recommended, {}))
     scores = _run_window(problem, change, engine, budgets, recommended, {})
-    # The model is asked for the move, not for the place: where it would choose the same as now, nothing moves.
+    # It is asked for the move, not for the place: where the choice would be the same as now, nothing moves.
     if now is not None and now == _best(scores):
-        statement = f"{change.name}: {recommended} stays the choice, by the latency model."
+        statement = f"{change.name}: {recommended} stays the choice, {source}."
         return Sensitivity(change=change.name, token_budget=recommended, statement=statement)
-    return _state(change.name, recommended, scores, "by the latency model")
+    return _state(change.name, recommended, scores, source)
 
 
 def _judged_again(rows: Sequence[TrialRow], slo: SLO, problem: Problem) -> dict[int, float | None]:

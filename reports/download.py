@@ -45,13 +45,13 @@ def download_link(folder: RunFolder) -> Download:
     """The archive of ``folder``: trials and their TBT quantiles as CSV, then its JSON and parquet files as they are."""
     quantiles = folder.trials["tbt_quantiles_ms"]
     known = {
-        run: list(levels)
+        run: pd.Series(levels)
         for run, levels in zip(folder.trials["run"], quantiles, strict=True)
         if isinstance(levels, list | np.ndarray)
     }
     contents = {
         "trials.csv": folder.trials.drop(columns="tbt_quantiles_ms").to_csv(index=False).encode(),
-        "tbt_quantiles_ms.csv": pd.DataFrame.from_dict(known, orient="index").to_csv(index_label="run").encode(),
+        "tbt_quantiles_ms.csv": pd.DataFrame(known).T.to_csv(index_label="run").encode(),
     }
     files = [folder.path / name for name in _DOCUMENTS if (folder.path / name).is_file()]
     held, absent, size = [], [], 0
