@@ -125,7 +125,9 @@ def _under(
         known = _judged_again(search_rows, change.slo, problem)
     workload = problem.workload
     if exact and not change.of_slo and len(workload.requests) > SAMPLE_REQUESTS:
-        workload, changed = (replace(one, requests=one.requests[:SAMPLE_REQUESTS]) for one in (workload, change.workload))
+        workload, changed = (
+            replace(one, requests=one.requests[:SAMPLE_REQUESTS]) for one in (workload, change.workload)
+        )
         change = replace(change, workload=changed)
         engine, source = engine_on(problem.executor), f"by the first {SAMPLE_REQUESTS:,} requests"
     elif exact:
@@ -147,6 +149,10 @@ def _under(
         statement = f"{change.name}: {recommended} stays the choice, {source}."
         return Sensitivity(change=change.name, token_budget=recommended, statement=statement)
     return _state(change.name, recommended, scores, source)
+
+
+def _sample(workload: Workload) -> Workload:
+    return replace(workload, requests=workload.requests[:SAMPLE_REQUESTS])
 
 
 def _judged_again(rows: Sequence[TrialRow], slo: SLO, problem: Problem) -> dict[int, float | None]:

@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 from made_up_device import EDGES, modelled
-from tilebudget.autotune import Recommendation, TuneConfig, tune
+from tilebudget.autotune import Recommendation, TuneConfig, parallel, tune
 from tilebudget.engine import BlockManager, EngineConfig, Workload
 
 CONFIG = TuneConfig(
     device="made_up", max_num_seqs=8, max_model_len=4096, tbt_slo="4.1ms", num_trials=12, max_budget=1024
 )
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are counted, so all of them have to be in this process."""
+    monkeypatch.setattr(parallel, "num_cores", lambda: 1)
 
 
 def recommend(folder: Path, workload: Workload, cut_at: int | None = None) -> Recommendation:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from made_up_device import EDGES, modelled
 from stair_device import StairDevice
-from tilebudget.autotune import Recommendation, TuneConfig, tune
+from tilebudget.autotune import Recommendation, TuneConfig, sensitivity, tune
 from tilebudget.autotune.sensitivity import scale_prompts, scale_slo
 from tilebudget.engine import SLO, Workload
 from tilebudget.engine.metrics import Limit
@@ -89,3 +89,13 @@ def test_limits_scale_together_and_the_queue_stays(workload: Workload) -> None:
     longer = scale_prompts(workload, 1.2, 1100)
     assert [r.prompt_tokens for r in longer.requests][:2] == [360, 396]
     assert max(r.total_tokens for r in longer.requests) == 1100
+
+
+def test_on_a_long_workload_load_and_prompts_are_tried_on_its_beginning(
+    tmp_path: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fifth longer prompts alter nothing where every budget that holds the SLO holds it still."""
+    monkeypatch.setattr(sensitivity, "SAMPLE_REQUESTS", 10)
+    by_change = {one.change: one for one in recommend(tmp_path, workload).sensitivity}
+    assert by_change["prompts +20%"].statement.endswith(", by the first 10 requests.")
+    assert by_change["SLO -20%"].statement == "SLO -20%: 128 instead of 192, which breaks the SLO then."
