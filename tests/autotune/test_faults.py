@@ -140,6 +140,8 @@ def test_ctrl_c_twice_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Mo
         text=True,
         cwd=tmp_path,
         start_new_session=True,
+        # Tests that were started in the background ignore Ctrl-C, and hand that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stderr is not None
     head = ""

@@ -48,7 +48,7 @@ def end(child: int) -> None:
 def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     child = holding(FileLock(path, "the thing"))
-    with pytest.raises(LockedError, match=rf"^the thing is in use by pid {child} on .+ \(tilebudget .*\); ask it$"):
+    with pytest.raises(LockedError, match=rf"^the thing is in use by pid {child} on .+ \(tilebudget.*\); ask it$"):
         FileLock(path, "the thing", advice="; ask it").__enter__()
     end(child)
     with FileLock(path, "the thing"), pytest.raises(LockedError, match=rf"pid {os.getpid()} on"):
