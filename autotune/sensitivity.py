@@ -67,11 +67,17 @@ def find_sensitivity(
     on_done: Callable[[str], None] = lambda change: None,
 ) -> list[Sensitivity]:
     """What would be chosen under each change, by the study's own budgets; ``table`` is the warm start's model."""
-    todo = list(changes(problem))
+    budgets = sorted({row.token_budget for row in search_rows if row.state != "failed"} | {recommended})
+    model = _model(problem, table)
+    now: int | None = None
+    if model is not None:
+        same = Change(name="now", slo=problem.slo, workload=model.sample(problem.workload), of_slo=False)
+        now = _best(_run_window(problem, same, model.engine, budgets, recommended, {}))
 
     def find(change: Change) -> Sensitivity:
-        return _under(problem, change, recommended, search_rows, table)
+        return _under(problem, change, recommended, search_rows, budgets, model, now)
 
+    todo = list(changes(problem))
     found = []
     for one in side_by_side(find, todo) if problem.judge.exact else map(find, todo):
         found.append(one)
@@ -111,48 +117,61 @@ def meets(row: TrialRow, slo: SLO, *, saturated: bool) -> bool:
     return not any(row.metric(column) > limit_s * 1e3 for column, limit_s in limits)  # NaN, no data, breaks nothing
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """What stands in for the study's own runs where load or prompts change, asked for the move and not for the place:
+    an engine, what it is in words, and how many requests it is given (None: all)."""
+
+    engine: AnyEngine
+    source: str
+    num_requests: int | None
+
+    def sample(self, workload: Workload) -> Workload:
+        """The requests of ``workload`` that are run."""
+        return replace(workload, requests=workload.requests[: self.num_requests])
+
+
+def _model(problem: Problem, table: LatencyTable | None) -> _Model | None:
+    """The beginning of a long workload on a modelled device, the latency model of a real one; None where the whole is
+    run instead, or there is no model."""
+    if problem.judge.exact:
+        if len(problem.workload.requests) <= SAMPLE_REQUESTS:
+            return None
+        source = f"by the first {SAMPLE_REQUESTS:,} requests"
+        return _Model(engine=engine_on(problem.executor), source=source, num_requests=SAMPLE_REQUESTS)
+    if table is None:
+        return None
+    engine = Engine(ModelledExecutor(table, resolve_model(problem.config.model)[0]))
+    return _Model(engine=engine, source="by the latency model", num_requests=None)
+
+
 def _under(
     problem: Problem,
     change: Change,
     recommended: int,
     search_rows: Sequence[TrialRow],
-    table: LatencyTable | None,
+    budgets: Sequence[int],
+    model: _Model | None,
+    now: int | None,
 ) -> Sensitivity:
-    budgets = sorted({row.token_budget for row in search_rows if row.state != "failed"} | {recommended})
-    exact = problem.judge.exact
+    """What would be chosen under ``change``; ``now`` is what ``model`` would choose without it."""
+    if model is not None and not change.of_slo:
+        changed = replace(change, workload=model.sample(change.workload))
+        scores = _run_window(problem, changed, model.engine, budgets, recommended, {})
+        if now is not None and now == _best(scores):  # where the choice would be the same as now, nothing moves
+            statement = f"{change.name}: {recommended} stays the choice, {model.source}."
+            return Sensitivity(change=change.name, token_budget=recommended, statement=statement)
+        return _state(change.name, recommended, scores, model.source)
     known = {}
     if change.of_slo and problem.objective.name == "throughput":
         known = _judged_again(search_rows, change.slo, problem)
-    workload = problem.workload
-    if exact and not change.of_slo and len(workload.requests) > SAMPLE_REQUESTS:
-        workload, changed = (
-            replace(one, requests=one.requests[:SAMPLE_REQUESTS]) for one in (workload, change.workload)
-        )
-        change = replace(change, workload=changed)
-        engine, source = engine_on(problem.executor), f"by the first {SAMPLE_REQUESTS:,} requests"
-    elif exact:
+    if problem.judge.exact:
         scores = _run_window(problem, change, engine_on(problem.executor), budgets, recommended, known)
         return _state(change.name, recommended, scores, "")
-    elif change.of_slo:
+    if change.of_slo:
         return _state(change.name, recommended, known, "by the trials that ran to their end")
-    elif table is None:
-        statement = f"{change.name}: not known; there is no latency model of this device to ask."
-        return Sensitivity(change=change.name, token_budget=None, statement=statement)
-    else:
-        engine = Engine(ModelledExecutor(table, resolve_model(problem.config.model)[0]))
-        source = "by the latency model"
-    same = replace(change, slo=problem.slo, workload=workload)
-    now = _best(_run_window(problem, same, engine, budgets, recommended, {}))
-    scores = _run_window(problem, change, engine, budgets, recommended, {})
-    # It is asked for the move, not for the place: where the choice would be the same as now, nothing moves.
-    if now is not None and now == _best(scores):
-        statement = f"{change.name}: {recommended} stays the choice, {source}."
-        return Sensitivity(change=change.name, token_budget=recommended, statement=statement)
-    return _state(change.name, recommended, scores, source)
-
-
-def _sample(workload: Workload) -> Workload:
-    return replace(workload, requests=workload.requests[:SAMPLE_REQUESTS])
+    statement = f"{change.name}: not known; there is no latency model of this device to ask."
+    return Sensitivity(change=change.name, token_budget=None, statement=statement)
 
 
 def _judged_again(rows: Sequence[TrialRow], slo: SLO, problem: Problem) -> dict[int, float | None]:
