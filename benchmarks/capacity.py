@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from time import perf_counter
 
 import numpy as np
 from tilebudget.autotune.capacity import Capacity, find_capacity
+from tilebudget.autotune.environment import source_commit
 from tilebudget.engine import (
     SLO,
     Engine,
@@ -181,7 +181,6 @@ def main() -> None:
         rates = [ours[case.workload, case.slo] for case in cases]
         for row, at in zip(rows, pool.map(at_rate, cases, *settings, rates), strict=True):
             row["at_sarathi_capacity"] = at
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     document = {
         "rows": rows,
         "ratios": ratios(rows),
@@ -189,7 +188,7 @@ def main() -> None:
         "device": f"a100_sxm bf16, {arguments.kernels} tables",
         "num_requests": arguments.num_requests,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": source_commit(),
     }
     if arguments.json:
         print(json.dumps(document, indent=1))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from time import perf_counter
 import numpy as np
 import torch
 import transformers
+from tilebudget.autotune.environment import source_commit
 from tilebudget.engine import Engine, EngineConfig, Request, RunRecord, Workload
 from tilebudget.engine.device import device_name, resolve_dtype
 from tilebudget.engine.torch_executor import TorchExecutor
@@ -184,15 +184,8 @@ def compare(
 
 def environment() -> dict[str, object]:
     """Where the figures come from."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": source_commit() or "unknown",
         "processor": device_name(torch.device("cpu")),
         "num_threads": torch.get_num_threads(),
         "python": platform.python_version(),

@@ -21,18 +21,17 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
+from tilebudget.autotune.environment import source_commit
 from tilebudget.engine import (
     Batch,
     BlockManager,
@@ -251,15 +250,8 @@ def order_kept(pairs: Sequence[Pair]) -> tuple[bool, int]:
 
 def environment() -> dict[str, object]:
     """Where the figures come from."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": source_commit() or "unknown",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": device_name(torch.device("cpu")),
         "num_cores": len(os.sched_getaffinity(0)),

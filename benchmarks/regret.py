@@ -20,7 +20,6 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ import optuna
 from tilebudget.autotune.config import TuneConfig
 from tilebudget.autotune.contenders import repeat_contenders
 from tilebudget.autotune.devices import make_executor
+from tilebudget.autotune.environment import source_commit
 from tilebudget.autotune.problem import Problem, load_workload, read_device, state_problem
 from tilebudget.autotune.space import Candidate
 from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
@@ -337,9 +337,7 @@ def main() -> None:
         "num_requests": arguments.num_requests,
         "elapsed_s": perf_counter() - began,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "commit": source_commit(),
     }
     if arguments.json:
         print(json.dumps(summary, indent=1))
