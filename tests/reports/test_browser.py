@@ -13,24 +13,9 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from page_text import ALL_FIGURES
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-NAMES = {
-    "budgets",
-    "tails",
-    "throughput",
-    "roofline",
-    "free_prefill",
-    "staircase",
-    "timeline",
-    "policy_tails",
-    "chunking",
-    "pipeline",
-    "stages",
-    "predictions",
-    "history",
-    "importance",
-}
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 #: Runs after the page's own scripts and tells the frame around it what it saw.
@@ -143,7 +128,7 @@ def test_the_page_runs_without_a_console_line_under_its_own_policy(
 
 def test_every_figure_is_drawn_with_data_and_nothing_is_requested(seen: Seen) -> None:
     drawn = cast("dict[str, dict[str, float]]", seen["figures"])
-    assert set(drawn) == {f"plot-{name}" for name in NAMES}
+    assert set(drawn) == {f"plot-{name}" for name in ALL_FIGURES}
     assert min(figure["marks"] for figure in drawn.values()) >= 4
     assert seen["requests"] == []
     assert seen["overflow"] == 0

@@ -15,26 +15,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from page_text import Figure, figures, numbers, words
+from page_text import ALL_FIGURES, Figure, figures, numbers, words
 from sample_study import Folder, make_folder, tbt_columns, trial
 from tilebudget.reports import build_report
 
-ALL_FIGURES = {
-    "budgets",
-    "tails",
-    "throughput",
-    "roofline",
-    "free_prefill",
-    "staircase",
-    "timeline",
-    "policy_tails",
-    "chunking",
-    "pipeline",
-    "stages",
-    "predictions",
-    "history",
-    "importance",
-}
 #: Drawn from the device's cost curves and from the search alone, whatever its runs came to.
 OF_DEVICE = {"throughput", "roofline", "free_prefill", "chunking", "staircase", "importance"}
 

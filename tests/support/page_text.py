@@ -11,6 +11,24 @@ import numpy as np
 
 Figure = dict[str, list[dict[str, object]]]
 
+#: The names of a report's figures.
+ALL_FIGURES = {
+    "budgets",
+    "tails",
+    "throughput",
+    "roofline",
+    "free_prefill",
+    "staircase",
+    "timeline",
+    "policy_tails",
+    "chunking",
+    "pipeline",
+    "stages",
+    "predictions",
+    "history",
+    "importance",
+}
+
 
 def words(page: str) -> str:
     """What a reader sees: no markup, no plotly.js, no figure data."""
