@@ -69,19 +69,19 @@ def find_sensitivity(
     """What would be chosen under each change, by the study's own budgets; ``table`` is the warm start's model."""
     budgets = sorted({row.token_budget for row in search_rows if row.state != "failed"} | {recommended})
     model = _model(problem, table)
-    now: int | None = None
-    if model is not None:
-        same = Change(name="now", slo=problem.slo, workload=model.sample(problem.workload), of_slo=False)
-        now = _best(_run_window(problem, same, model.engine, budgets, recommended, {}))
 
-    def find(change: Change) -> Sensitivity:
-        return _under(problem, change, recommended, search_rows, budgets, model, now)
+    def score(change: Change) -> _Answer:
+        return _under(problem, change, recommended, search_rows, budgets, model)
 
-    todo = list(changes(problem))
+    changed = list(changes(problem))
+    # What the model would choose without a change is asked with the others.
+    same = [Change(name="now", slo=problem.slo, workload=problem.workload, of_slo=False)] if model else []
+    answers = iter((side_by_side if problem.judge.exact else map)(score, [*same, *changed]))
+    now = _best(next(answers).scores) if same else None
     found = []
-    for one in side_by_side(find, todo) if problem.judge.exact else map(find, todo):
-        found.append(one)
-        on_done(one.change)
+    for change, answer in zip(changed, answers, strict=True):
+        found.append(_state(change.name, recommended, answer, now if answer.by_model else None))
+        on_done(change.name)
     return found
 
 
@@ -145,6 +145,17 @@ def _model(problem: Problem, table: LatencyTable | None) -> _Model | None:
     return _Model(engine=engine, source="by the latency model", num_requests=None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """Scores of the budgets under a change, None where one breaks the SLO; ``source`` says in words what gave them, and
+    ``missing`` why there are none."""
+
+    scores: dict[int, float | None]
+    source: str = ""
+    by_model: bool = False
+    missing: str = ""
+
+
 def _under(
     problem: Problem,
     change: Change,
@@ -152,26 +163,19 @@ def _under(
     search_rows: Sequence[TrialRow],
     budgets: Sequence[int],
     model: _Model | None,
-    now: int | None,
-) -> Sensitivity:
-    """What would be chosen under ``change``; ``now`` is what ``model`` would choose without it."""
+) -> _Answer:
     if model is not None and not change.of_slo:
         changed = replace(change, workload=model.sample(change.workload))
         scores = _run_window(problem, changed, model.engine, budgets, recommended, {})
-        if now is not None and now == _best(scores):  # where the choice would be the same as now, nothing moves
-            statement = f"{change.name}: {recommended} stays the choice, {model.source}."
-            return Sensitivity(change=change.name, token_budget=recommended, statement=statement)
-        return _state(change.name, recommended, scores, model.source)
+        return _Answer(scores=scores, source=model.source, by_model=True)
     known = {}
     if change.of_slo and problem.objective.name == "throughput":
         known = _judged_again(search_rows, change.slo, problem)
     if problem.judge.exact:
-        scores = _run_window(problem, change, engine_on(problem.executor), budgets, recommended, known)
-        return _state(change.name, recommended, scores, "")
+        return _Answer(scores=_run_window(problem, change, engine_on(problem.executor), budgets, recommended, known))
     if change.of_slo:
-        return _state(change.name, recommended, known, "by the trials that ran to their end")
-    statement = f"{change.name}: not known; there is no latency model of this device to ask."
-    return Sensitivity(change=change.name, token_budget=None, statement=statement)
+        return _Answer(scores=known, source="by the trials that ran to their end")
+    return _Answer(scores={}, missing="not known; there is no latency model of this device to ask")
 
 
 def _judged_again(rows: Sequence[TrialRow], slo: SLO, problem: Problem) -> dict[int, float | None]:
@@ -221,13 +225,18 @@ def _best(scores: Mapping[int, float | None]) -> int | None:
     return min(usable, key=lambda budget: (-usable[budget], budget), default=None)
 
 
-def _state(change: str, recommended: int, scores: Mapping[int, float | None], source: str) -> Sensitivity:
-    suffix = f", {source}" if source else ""
+def _state(change: str, recommended: int, answer: _Answer, now: int | None) -> Sensitivity:
+    """What would be chosen, in words; ``now`` is what the model that answered would choose without the change."""
+    if answer.missing:
+        return Sensitivity(change=change, token_budget=None, statement=f"{change}: {answer.missing}.")
+    scores, suffix = answer.scores, f", {answer.source}" if answer.source else ""
     best, mine = _best(scores), scores.get(recommended)
     top = None if best is None else scores[best]
+    # A model is asked for the move and not for the place: where its choice is the same as now, nothing moves.
+    unmoved = now is not None and best == now
     if best is None or top is None:
         statement = f"{change}: no budget that was tried meets the SLO{suffix}."
-    elif mine is not None and mine >= (1.0 - SAME_WITHIN) * top:
+    elif unmoved or (mine is not None and mine >= (1.0 - SAME_WITHIN) * top):
         best = recommended
         statement = f"{change}: {recommended} stays the choice{suffix}."
     elif mine is None and recommended in scores:

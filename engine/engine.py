@@ -19,6 +19,8 @@ from .request import Batch, Workload
 from .run import MONITOR_EVERY_BATCHES, Monitor, Progress, Run, close_gaps, store_tokens
 from .scheduler import Scheduler
 
+INFINITY = float("inf")
+
 
 class Engine:
     """A chunked-prefill serving engine over one executor; reusable for any number of runs."""
@@ -82,31 +84,34 @@ class _SerialRun(Run):
         now_s = 0.0
         stopped = None
         scheduler, pending = self.scheduler, self.pending
+        virtual_time = self.executor.virtual_time
         reader = GapReader(self.builder, len(self.sequences)) if self.decode_runner is not None else None
         want_gaps = monitor is not None and reader is None
         num_batches = 0
-        while pending or scheduler.has_work:
+        has_work = False
+        while has_work or pending:
             began = perf_counter()
-            if not scheduler.has_work:
+            if not has_work:
                 now_s = max(now_s, pending[-1].arrival_s)
             while pending and pending[-1].arrival_s <= now_s:
                 scheduler.add(pending.pop())
             batch = scheduler.schedule()
-            if not batch.num_requests:
+            if not (batch.decodes or batch.chunks):
                 raise AssertionError(f"policy {self.config.policy} scheduled an empty iteration with work waiting")
-            num_iterations = self._run_length(batch, now_s)
+            num_iterations = 1 if self.decode_runner is None or batch.chunks else self._run_length(batch, now_s)
             gaps_s: list[float] | FloatArray = []
             model_s = 0.0
             if num_iterations > 1:
                 now_s = self._run_decodes(batch, now_s, num_iterations)
             else:
                 now_s, gaps_s, model_s = self._run_once(batch, now_s, began, want_gaps)
-            self.overhead_s += perf_counter() - began - (0.0 if self.executor.virtual_time else model_s)
+            has_work = scheduler.has_work
+            self.overhead_s += perf_counter() - began - (0.0 if virtual_time else model_s)
             if monitor is None:
                 continue
             num_batches += 1
             if reader is not None:
-                if num_batches % MONITOR_EVERY_BATCHES and (pending or scheduler.has_work):
+                if num_batches % MONITOR_EVERY_BATCHES and (pending or has_work):
                     continue
                 gaps_s = reader.read()
             stopped = monitor(
@@ -130,15 +135,17 @@ class _SerialRun(Run):
         emitted = self.scheduler.commit(batch)
         if result.token_ids is not None:
             store_tokens(emitted, result.token_ids)
-        duration_s = result.model_s if self.executor.virtual_time else perf_counter() - began
-        if not 0.0 <= duration_s < float("inf"):
-            raise NonFiniteTimeError(f"the executor reports {duration_s} s for an iteration: must be finite")
         builder = self.builder
+        if self.executor.virtual_time:
+            duration_s = result.model_s
+        else:
+            duration_s = perf_counter() - began
+            builder.model_s.append(result.model_s)
+        if not 0.0 <= duration_s < INFINITY:
+            raise NonFiniteTimeError(f"the executor reports {duration_s} s for an iteration: must be finite")
         builder.start_s.append(start_s)
         builder.duration_s.append(duration_s)
-        builder.model_s.append(result.model_s)
-        builder.kv_blocks_used.append(blocks_used)
-        self.record_batch(batch, emitted)
+        self.record_batch(batch, emitted, blocks_used)
         end_s = start_s + duration_s
         for sequence in batch.chunks:
             if sequence.first_scheduled_s != sequence.first_scheduled_s:
@@ -146,10 +153,8 @@ class _SerialRun(Run):
         return end_s, close_gaps(emitted, end_s) if want_gaps else [], result.model_s
 
     def _run_length(self, batch: Batch, now_s: float) -> int:
-        """Iterations to advance in one step: how long the batch surely stays the same, cut short where the next
-        arrival is expected (the exact cut comes with the durations)."""
-        if self.decode_runner is None or batch.chunks:
-            return 1
+        """Iterations of decodes to advance in one step: how long the batch surely stays the same, cut short where the
+        next arrival is expected (the exact cut comes with the durations)."""
         length = self.scheduler.decode_run_length(batch)
         if self.pending and self.decode_s > 0.0:
             until_arrival = (self.pending[-1].arrival_s - now_s) / self.decode_s
@@ -163,18 +168,19 @@ class _SerialRun(Run):
         assert self.decode_runner is not None
         durations_s = self.decode_runner.decode_run_s(batch, num_iterations)
         clock_s = list(accumulate(durations_s, initial=now_s))
-        if self.pending:
+        if self.pending and clock_s[-1] > self.pending[-1].arrival_s:
             num_iterations = min(num_iterations, bisect_left(clock_s, self.pending[-1].arrival_s))
             del durations_s[num_iterations:], clock_s[num_iterations + 1 :]
         end_s = clock_s.pop()
-        if not (min(durations_s) >= 0.0 and end_s < float("inf")):
-            bad_s = next(duration_s for duration_s in durations_s if not 0.0 <= duration_s < float("inf"))
+        if not (min(durations_s) >= 0.0 and end_s < INFINITY):
+            bad_s = next(duration_s for duration_s in durations_s if not 0.0 <= duration_s < INFINITY)
             raise NonFiniteTimeError(f"the executor reports {bad_s} s for an iteration: must be finite")
         builder = self.builder
+        num_before, blocks_used = len(builder.start_s), self.kv.num_used
         builder.start_s.extend(clock_s)
         builder.duration_s.extend(durations_s)
-        builder.model_s.extend(durations_s)
-        builder.kv_blocks_used.extend(self.scheduler.commit_run(batch, num_iterations))
-        self.record_batch(batch, batch.decodes, num_iterations)
+        taken_at = self.scheduler.commit_run(batch, num_iterations)
+        builder.blocks_taken.extend([num_before + iteration for iteration in taken_at])
+        self.record_batch(batch, batch.decodes, blocks_used, num_iterations)
         self.decode_s = durations_s[-1]
         return end_s

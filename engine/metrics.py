@@ -52,19 +52,21 @@ class Distribution:
     @classmethod
     def of(cls, samples_s: FloatArray) -> Distribution:
         """The distribution of ``samples_s``, 1-D, possibly empty. Raises ValueError when one is not finite."""
+        return cls.of_sorted(np.sort(samples_s))
+
+    @classmethod
+    def of_sorted(cls, samples_s: FloatArray) -> Distribution:
+        """The same of samples that rise."""
         if not len(samples_s):
             return cls(count=0)
-        if not np.isfinite(samples_s).all():
+        if not np.isfinite(samples_s[[0, -1]]).all():  # NaN is sorted last
             raise ValueError("samples_s: every sample must be a finite number of seconds")
-        p50, p90, p99, p999 = np.quantile(samples_s, (0.5, 0.9, 0.99, 0.999)).tolist()
+        quantiles = sorted_quantiles(samples_s, np.array(list(QUANTILE_FIELDS))).tolist()
         return cls(
             count=len(samples_s),
             mean=float(samples_s.mean()),
-            p50=p50,
-            p90=p90,
-            p99=p99,
-            p999=p999,
-            max=float(samples_s.max()),
+            max=float(samples_s[-1]),
+            **dict(zip(QUANTILE_FIELDS.values(), quantiles, strict=True)),
         )
 
     def at(self, quantile: float) -> float | None:
@@ -193,7 +195,7 @@ class Metrics:
 
     def tbt_at(self, quantile: float) -> float | None:
         """The ``quantile`` (0..1) of TBT in seconds; None when there is no gap."""
-        return float(np.quantile(self.tbt_gaps_s, quantile)) if len(self.tbt_gaps_s) else None
+        return float(sorted_quantiles(self.tbt_gaps_s, np.array([quantile]))[0]) if len(self.tbt_gaps_s) else None
 
     def tbt_quantiles_ms(self) -> list[float]:
         """TBT in ms at the levels 0, 0.01 ... 1.00; empty when there is no gap."""
@@ -267,7 +269,7 @@ def compute_metrics(record: RunRecord, slo: SLO | None = None) -> Metrics:
     measured = num_iterations > 0 and not record.virtual_time
     sorted_gaps_s = np.sort(gaps_s)
     return Metrics(
-        tbt=Distribution.of(sorted_gaps_s),
+        tbt=Distribution.of_sorted(sorted_gaps_s),
         tpot=Distribution.of(tpot_s),
         ttft=Distribution.of(ttft_s[~np.isnan(ttft_s)]),
         e2e=Distribution.of(e2e_s[finished]),
@@ -315,13 +317,25 @@ def tbt_gaps(record: RunRecord) -> FloatArray:
 
 def tbt_quantiles_ms(record: RunRecord) -> list[float]:
     """TBT in ms at the levels 0, 0.01 ... 1.00; empty when no request has two tokens."""
-    return _quantiles_ms(tbt_gaps(record))
+    return _quantiles_ms(np.sort(tbt_gaps(record)))
+
+
+def sorted_quantiles(samples: FloatArray, levels: FloatArray) -> FloatArray:
+    """What ``np.quantile`` gives for ``samples``, 1-D and not empty, that rise; which it would sort again."""
+    place = levels * (len(samples) - 1)
+    below = np.floor(place).astype(np.int64)
+    low, high = samples[below], samples[np.minimum(below + 1, len(samples) - 1)]
+    part = place - below
+    # From the nearer side, as numpy does.
+    values: FloatArray = np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1.0 - part))
+    return values
 
 
 def _quantiles_ms(gaps_s: FloatArray) -> list[float]:
+    """Of gaps that rise."""
     if not len(gaps_s):
         return []
-    quantiles: list[float] = (np.quantile(gaps_s, TBT_QUANTILE_LEVELS) * 1e3).tolist()
+    quantiles: list[float] = (sorted_quantiles(gaps_s, TBT_QUANTILE_LEVELS) * 1e3).tolist()
     return quantiles
 
 

@@ -111,19 +111,18 @@ class ModelledExecutor:
         """What the table says of ``batch``."""
         if self._latency is None:
             raise RuntimeError("execute was called before start")
-        return StepResult(self._latency.iteration_ms(*batch_shape(batch)) * 1e-3)
+        return StepResult(self._latency.iteration_s(*batch_shape(batch)))
 
     def decode_run_s(self, batch: Batch, num_iterations: int) -> list[float]:
         """Seconds of each of the next iterations of the decodes of ``batch``."""
         if self._latency is None:
             raise RuntimeError("decode_run_s was called before start")
         kv_tokens = sum([sequence.num_tokens for sequence in batch.decodes])
-        run_ms = self._latency.decode_run_ms(len(batch.decodes), kv_tokens, num_iterations)
-        return [duration_ms * 1e-3 for duration_ms in run_ms]
+        return self._latency.decode_run_s(len(batch.decodes), kv_tokens, num_iterations)
 
 
 def batch_shape(batch: Batch) -> tuple[list[tuple[int, int]], int, int, int]:
-    """What ``CompiledLatency.iteration_ms`` asks of a batch: chunks, decodes, their KV tokens, rows of logits."""
+    """What ``CompiledLatency.iteration_s`` asks of a batch: chunks, decodes, their KV tokens, rows of logits."""
     decodes = batch.decodes
     num_decodes = num_logits = len(decodes)
     chunks: list[tuple[int, int]] = []

@@ -161,7 +161,7 @@ class ModelledPipeline:
             if latency is None:
                 raise RuntimeError("a batch was submitted before start")
             rows = num_logits if stage == last else 0
-            times_s.append(latency.iteration_ms(chunks, num_decodes, kv_tokens, rows) * 1e-3)
+            times_s.append(latency.iteration_s(chunks, num_decodes, kv_tokens, rows))
         return times_s
 
     def submit(self, batch: Batch, now_s: float) -> None:

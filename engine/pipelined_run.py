@@ -133,8 +133,8 @@ class PipelinedRun(Run):
         model_s = float((end_s - start_s).sum())
         if not (np.isfinite(end_s).all() and np.isfinite(start_s).all() and (end_s >= start_s).all()):
             raise NonFiniteTimeError(f"a micro-batch ran from {start_s.tolist()} to {end_s.tolist()} s by stage")
-        self.builder.add_stages(start_s, end_s, model_s, flight.blocks_used)
-        self.record_batch(flight.batch, emitted, num_preempted=flight.num_preempted)
+        self.builder.add_stages(start_s, end_s, model_s)
+        self.record_batch(flight.batch, emitted, flight.blocks_used, num_preempted=flight.num_preempted)
         begins_s, ends_s = float(start_s[0]), float(end_s[-1])
         for sequence in flight.batch.chunks:
             if sequence.first_scheduled_s != sequence.first_scheduled_s:

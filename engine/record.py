@@ -16,7 +16,7 @@ from .server_metrics import ServerView
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_BATCH_COLUMNS = 6
+_BATCH_COLUMNS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,23 +153,25 @@ class RunRecord:
 class RecordBuilder:
     """Collects a run's rows cheaply while it goes on (typed arrays: 8 bytes a number).
 
-    ``start_s``, ``duration_s``, ``model_s`` and ``kv_blocks_used`` have one entry an iteration. ``batches`` has six a
-    batch: the iterations that ran it in turn, decodes, prefill tokens, requests, preemptions, and the requests that
-    each of those iterations gave a token to, which ``emitted`` lists once. ``stage_start_s`` and ``stage_end_s`` have
-    an entry for every stage of every iteration, none without a pipeline.
+    ``start_s``, ``duration_s`` and ``model_s`` have one entry an iteration; ``model_s`` none where it is the duration.
+    ``batches`` has seven a batch: the iterations that ran it in turn, decodes, prefill tokens, requests, preemptions,
+    KV blocks in use during the first of those iterations, and the requests that each of them gave a token to, which
+    ``emitted`` lists once. ``blocks_taken`` names, for each block that decodes took during a batch, the iteration of
+    the run from which on it was in use. ``stage_start_s`` and ``stage_end_s`` have an entry for every stage of every
+    iteration, none without a pipeline.
     """
 
     start_s: array[float] = field(default_factory=lambda: array("d"))
     duration_s: array[float] = field(default_factory=lambda: array("d"))
     model_s: array[float] = field(default_factory=lambda: array("d"))
-    kv_blocks_used: array[int] = field(default_factory=lambda: array("q"))
+    blocks_taken: array[int] = field(default_factory=lambda: array("q"))
     batches: array[int] = field(default_factory=lambda: array("q"))
     emitted: array[int] = field(default_factory=lambda: array("q"))
     stage_start_s: array[float] = field(default_factory=lambda: array("d"))
     stage_end_s: array[float] = field(default_factory=lambda: array("d"))
     num_stages: int = 0
 
-    def add_stages(self, start_s: FloatArray, end_s: FloatArray, model_s: float, kv_blocks_used: int) -> None:
+    def add_stages(self, start_s: FloatArray, end_s: FloatArray, model_s: float) -> None:
         """One iteration of a pipeline: when each stage began and ended it."""
         self.num_stages = len(start_s)
         self.stage_start_s.extend(start_s)
@@ -177,21 +179,24 @@ class RecordBuilder:
         self.start_s.append(start_s[0])
         self.duration_s.append(end_s[-1] - start_s[0])
         self.model_s.append(model_s)
-        self.kv_blocks_used.append(kv_blocks_used)
 
     def iterations(self) -> Iterations:
         """The columns so far."""
         num_iterations, *columns = self._batch_columns()
-        decodes, prefill, requests, preemptions, _ = (np.repeat(column, num_iterations) for column in columns)
+        decodes, prefill, requests, preemptions, kv_blocks, _ = (
+            np.repeat(column, num_iterations) for column in columns
+        )
+        taken = np.cumsum(np.bincount(np.array(self.blocks_taken, dtype=np.int64), minlength=len(decodes)))
+        firsts = np.cumsum(num_iterations) - num_iterations  # of each batch
         return Iterations(
             start_s=np.array(self.start_s),
             duration_s=np.array(self.duration_s),
-            model_s=np.array(self.model_s),
+            model_s=np.array(self.model_s or self.duration_s),
             num_tokens=decodes + prefill,
             num_decodes=decodes,
             num_prefill_tokens=prefill,
             num_requests=requests,
-            kv_blocks_used=np.array(self.kv_blocks_used, dtype=np.int64),
+            kv_blocks_used=kv_blocks + taken - np.repeat(taken[firsts], num_iterations),
             num_preemptions=preemptions,
             stage_start_s=self._by_stage(self.stage_start_s),
             stage_end_s=self._by_stage(self.stage_end_s),

@@ -51,9 +51,14 @@ class Run:
         self.overhead_s = 0.0
 
     def record_batch(
-        self, batch: Batch, emitted: SequenceOf[Sequence], num_iterations: int = 1, num_preempted: int | None = None
+        self,
+        batch: Batch,
+        emitted: SequenceOf[Sequence],
+        kv_blocks_used: int,
+        num_iterations: int = 1,
+        num_preempted: int | None = None,
     ) -> None:
-        """Note what a batch ran, in how many iterations, and whom it gave tokens to."""
+        """Note what a batch ran, in how many iterations, with how many blocks in use, and whom it gave tokens to."""
         num_decodes = len(batch.decodes)
         self.builder.batches.extend(
             (
@@ -62,6 +67,7 @@ class Run:
                 sum(batch.chunk_tokens),
                 num_decodes + len(batch.chunks),
                 batch.num_preempted if num_preempted is None else num_preempted,
+                kv_blocks_used,
                 len(emitted),
             )
         )

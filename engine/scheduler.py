@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
-from itertools import accumulate
 
 from .config import EngineConfig
 from .kv_cache import BlockManager
@@ -66,11 +65,12 @@ class Scheduler(ABC):
             return None
         sequence = self.waiting[0]
         tokens = sequence.request.total_tokens if self.reserves_output else sequence.num_tokens
-        if self.kv.blocks_for(tokens) > self.kv.num_free:
+        num_blocks = self.kv.blocks_for(tokens)
+        if num_blocks > self.kv.num_free:
             return None
         self.waiting.popleft()
         sequence.slot = self.kv.allocate(tokens)
-        sequence.kv_capacity = self.kv.blocks_for(tokens) * self.kv.block_size
+        sequence.kv_capacity = num_blocks * self.kv.block_size
         self.prefilling.append(sequence)
         return sequence
 
@@ -143,20 +143,19 @@ class Scheduler(ABC):
         return shortest
 
     def commit_run(self, batch: Batch, num_iterations: int) -> list[int]:
-        """Advance the decodes of ``batch`` by a whole run of iterations; blocks in use during each of them."""
+        """Advance the decodes of ``batch`` by a whole run of iterations; for each block that one of them took on the
+        way, the iteration of the run (1 or later) from which on it is in use."""
         size = self.kv.block_size
-        used = [0] * num_iterations  # first the blocks that each iteration adds
-        used[0] = self.kv.num_used
+        taken_at: list[int] = []
         for sequence in batch.decodes:
             first = sequence.kv_capacity - sequence.num_computed
             if first < num_iterations:
                 grows_at = range(first, num_iterations, size)
-                for iteration in grows_at:
-                    used[iteration] += 1
+                taken_at += grows_at
                 self.kv.append_blocks(sequence.slot, len(grows_at))
                 sequence.kv_capacity += len(grows_at) * size
         self._advance(batch.decodes, num_iterations)
-        return list(accumulate(used))
+        return taken_at
 
     def _blocks_to_grow(self, batch: Batch, num_iterations: int) -> int:
         """Blocks that a run of decode iterations takes beyond those held."""
@@ -170,17 +169,16 @@ class Scheduler(ABC):
 
     def _advance(self, decodes: Iterable[Sequence], num_tokens: int) -> None:
         """Give every decode its next tokens; those that have them all finish."""
-        any_finished = False
+        num_finished = 0
         for sequence in decodes:
             sequence.num_computed += num_tokens
             sequence.num_tokens += num_tokens
-            generated = sequence.num_generated + num_tokens
-            sequence.num_generated = generated
+            sequence.num_generated = generated = sequence.num_generated + num_tokens
             if generated >= sequence.output_tokens:
-                any_finished = True
-                self.num_finished += 1
+                num_finished += 1
                 self._release(sequence)
-        if any_finished:
+        if num_finished:
+            self.num_finished += num_finished
             self.decoding = [sequence for sequence in self.decoding if sequence.slot >= 0]
 
     def _preempt(self, victim: Sequence) -> None:

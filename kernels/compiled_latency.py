@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,38 +21,46 @@ class _Rows:
     values: list[list[float]]
 
     def at(self, row: int, column: float) -> float:
-        cell = min(max(bisect_right(self.columns, column) - 1, 0), len(self.inverse_widths) - 1)
-        low = self.values[row][cell]
-        slope = (self.values[row][cell + 1] - low) * self.inverse_widths[cell]
-        value = low + slope * max(column - self.columns[cell], 0.0)
-        return value if column <= self.columns[-1] else max(value, self.values[row][-1])
+        edges, values = self.columns, self.values[row]
+        cell = self._cell(column)
+        low, left = values[cell], edges[cell]
+        if column <= left:
+            return low
+        value = low + (values[cell + 1] - low) * self.inverse_widths[cell] * (column - left)
+        return values[-1] if value < values[-1] and column > edges[-1] else value
 
-    def along(self, row: int, columns: Iterable[float]) -> list[float]:
-        """The same at many columns that rise, with the same arithmetic to the last bit.
+    def seconds_along(self, row: int, kv_tokens: range, fixed_ms: float) -> list[float]:
+        """Seconds of ``fixed_ms`` and the value of each column ``kv / kv_tokens.step`` together, with the arithmetic
+        of ``at`` to the last bit.
 
         Plain floats: a run between two arrivals has some ten columns, where an array costs more than it saves.
         """
-        edges, values = self.columns, self.values[row]
-        end, last_cell, least = edges[-1], len(self.inverse_widths) - 1, values[-1]
-        left = low = slope = 0.0
-        until = float("-inf")  # where the next cell begins
-        found = []
-        for column in columns:
-            if column >= until:
-                cell = min(max(bisect_right(edges, column) - 1, 0), last_cell)
-                left, low = edges[cell], values[cell]
-                slope = (values[cell + 1] - low) * self.inverse_widths[cell]
-                until = edges[cell + 1] if cell < last_cell else float("inf")
-            value = low + slope * (column - left) if column > left else low
-            found.append(least if value < least and column > end else value)
+        values, requests = self.values[row], kv_tokens.step
+        found: list[float] = []
+        while kv_tokens:
+            cell = self._cell(kv_tokens[0] / requests)
+            low, left, end = values[cell], self.columns[cell], self.columns[cell + 1]
+            slope = (values[cell + 1] - low) * self.inverse_widths[cell]
+            inside = kv_tokens[: max(0, -(-(int(end) * requests - kv_tokens.start) // requests))]
+            if inside and inside.start >= left * requests:
+                found += [(fixed_ms + (low + slope * (kv / requests - left))) * 1e-3 for kv in inside]
+            else:  # before the first column, or beyond the last one
+                inside = kv_tokens if cell == len(self.inverse_widths) - 1 else inside[:1]
+                found += [(fixed_ms + self.at(row, kv / requests)) * 1e-3 for kv in inside]
+            kv_tokens = kv_tokens[len(inside) :]
         return found
+
+    def _cell(self, column: float) -> int:
+        cell = bisect_right(self.columns, column) - 1
+        last_cell = len(self.inverse_widths) - 1
+        return 0 if cell < 0 else cell if cell < last_cell else last_cell
 
 
 class CompiledLatency:
     """Latencies of whole iterations from a table, up to ``max_tokens`` tokens and ``max_requests`` decodes at once.
 
     Larger batches are looked up in the table itself: slower, but with the same rules. The whole of a lookup is in
-    float64, and `decode_run_ms` gives bit for bit what `iteration_ms` gives for each of its iterations.
+    float64, and `decode_run_s` gives bit for bit what `iteration_s` gives for each of its iterations.
     """
 
     def __init__(self, table: LatencyTable, *, max_tokens: int, max_requests: int) -> None:
@@ -60,6 +68,8 @@ class CompiledLatency:
             raise ValueError(f"max_tokens is {max_tokens} and max_requests {max_requests}: both must be 1 or more")
         self.table = table
         self.max_tokens, self.max_requests = max_tokens, max_requests
+        overhead_ms = table.overhead_ms + table.request_overhead_ms * np.arange(max_tokens + 1)
+        self._requests_ms: list[float] = overhead_ms.tolist()
         self._tokens_ms: list[float] = table.tokens_ms(np.arange(max_tokens + 1)).tolist()
         self._logits_ms: list[float] = table.logits_ms(np.arange(max_tokens + 1)).tolist()
         layers = table.model.num_layers
@@ -67,12 +77,13 @@ class CompiledLatency:
         self._decode = _unrolled(table.decode.columns, table.decode.dense_rows(max_requests) * layers)
         self._shared_launch_ms = table.shared_launch_ms()
 
-    def iteration_ms(
-        self, chunks: Iterable[tuple[int, int]], num_decodes: int, decode_kv_tokens: int, num_logits: int
+    def iteration_s(
+        self, chunks: Sequence[tuple[int, int]], num_decodes: int, decode_kv_tokens: int, num_logits: int
     ) -> float:
         """Latency of one iteration: chunks of (tokens, prefix), decodes with their KV tokens in all, logits rows."""
-        chunks = list(chunks)
-        num_tokens = num_decodes + sum(chunk for chunk, _ in chunks)
+        num_tokens = num_decodes
+        for chunk, _ in chunks:
+            num_tokens += chunk
         if num_tokens > self.max_tokens or num_decodes > self.max_requests or num_logits > self.max_tokens:
             shape = IterationShape(
                 chunks=tuple(chunks),
@@ -80,18 +91,19 @@ class CompiledLatency:
                 decode_kv_tokens=decode_kv_tokens,
                 num_logits=num_logits,
             )
-            return self.table.iteration(shape).latency_ms
-        total = self._fixed_ms(num_tokens, num_decodes + len(chunks), num_logits)
+            return self.table.iteration(shape).latency_ms * 1e-3
+        total_ms = self._requests_ms[num_decodes + len(chunks)] + self._tokens_ms[num_tokens]
+        total_ms += self._logits_ms[num_logits]
         if chunks:
-            attention = -self._shared_launch_ms * (len(chunks) - 1)
+            attention_ms = -self._shared_launch_ms * (len(chunks) - 1)
             for chunk, prefix in chunks:
-                attention += self._prefill.at(chunk, prefix)
-            total += attention
+                attention_ms += self._prefill.at(chunk, prefix)
+            total_ms += attention_ms
         if num_decodes:
-            total += self._decode.at(num_decodes, decode_kv_tokens / num_decodes)
-        return total
+            total_ms += self._decode.at(num_decodes, decode_kv_tokens / num_decodes)
+        return total_ms * 1e-3
 
-    def decode_run_ms(self, num_decodes: int, decode_kv_tokens: int, num_iterations: int) -> list[float]:
+    def decode_run_s(self, num_decodes: int, decode_kv_tokens: int, num_iterations: int) -> list[float]:
         """Latencies of as many decode-only iterations on end, of the same requests.
 
         ``decode_kv_tokens`` is that of the first iteration; each adds one token for each request.
@@ -101,16 +113,10 @@ class CompiledLatency:
                 f"num_decodes is {num_decodes} and num_iterations {num_iterations}: at least 1 and 0 are needed"
             )
         kv_tokens = range(decode_kv_tokens, decode_kv_tokens + num_decodes * num_iterations, num_decodes)
-        if num_decodes > min(self.max_tokens, self.max_requests):
-            return [self.iteration_ms((), num_decodes, kv, num_decodes) for kv in kv_tokens]
-        fixed = self._fixed_ms(num_decodes, num_decodes, num_decodes)
-        attention = self._decode.along(num_decodes, [kv / num_decodes for kv in kv_tokens])
-        return [fixed + attention_ms for attention_ms in attention]
-
-    def _fixed_ms(self, num_tokens: int, num_requests: int, num_logits: int) -> float:
-        """All of an iteration but attention."""
-        overhead = self.table.overhead_ms + self.table.request_overhead_ms * num_requests
-        return overhead + self._tokens_ms[num_tokens] + self._logits_ms[num_logits]
+        if num_decodes > self.max_tokens or num_decodes > self.max_requests:
+            return [self.iteration_s((), num_decodes, kv, num_decodes) for kv in kv_tokens]
+        fixed_ms = self._requests_ms[num_decodes] + self._tokens_ms[num_decodes] + self._logits_ms[num_decodes]
+        return self._decode.seconds_along(num_decodes, kv_tokens, fixed_ms)
 
 
 def _unrolled(columns: IntArray, values: FloatArray) -> _Rows:

@@ -118,9 +118,11 @@ def test_compiled_agrees_with_the_table_and_runs_equal_single_iterations(seed: i
     decodes = int(rng.integers(1, 90))  # more than 64 of them go to the table itself
     kv = int(decodes * rng.integers(1, 6000) + rng.integers(0, decodes))
     shape = IterationShape(chunks=chunks, num_decodes=decodes, decode_kv_tokens=kv, num_logits=decodes)
-    assert fast.iteration_ms(chunks, decodes, kv, decodes) == pytest.approx(made.iteration(shape).latency_ms, rel=1e-12)
-    run = fast.decode_run_ms(decodes, kv, 200)
-    single = [fast.iteration_ms((), decodes, kv + i * decodes, decodes) for i in range(200)]
+    assert fast.iteration_s(chunks, decodes, kv, decodes) * 1e3 == pytest.approx(
+        made.iteration(shape).latency_ms, rel=1e-12
+    )
+    run = fast.decode_run_s(decodes, kv, 200)
+    single = [fast.iteration_s((), decodes, kv + i * decodes, decodes) for i in range(200)]
     assert run == single  # to the last bit
 
 
