@@ -177,10 +177,10 @@ class _SerialRun(Run):
             raise NonFiniteTimeError(f"the executor reports {bad_s} s for an iteration: must be finite")
         builder = self.builder
         num_before, blocks_used = len(builder.start_s), self.kv.num_used
-        builder.start_s.extend(clock_s)
-        builder.duration_s.extend(durations_s)
+        builder.start_s.fromlist(clock_s)
+        builder.duration_s.fromlist(durations_s)
         taken_at = self.scheduler.commit_run(batch, num_iterations)
-        builder.blocks_taken.extend([num_before + iteration for iteration in taken_at])
+        builder.blocks_taken.fromlist([num_before + iteration for iteration in taken_at])
         self.record_batch(batch, batch.decodes, blocks_used, num_iterations)
         self.decode_s = durations_s[-1]
         return end_s

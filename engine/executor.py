@@ -27,7 +27,7 @@ class NonFiniteTimeError(TileBudgetError):
     """An iteration's duration is NaN, infinite or negative."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """One iteration: ``model_s`` seconds in the model; the next token of each emitting row, None if modelled.
 

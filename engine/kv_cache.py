@@ -66,7 +66,7 @@ class BlockManager:
             raise ValueError("no free slot: max_num_seqs sequences run already")
         slot = self._free_slots.pop()
         try:
-            self._take(slot, self.blocks_for(num_tokens))
+            self.append_blocks(slot, self.blocks_for(num_tokens))
         except ValueError:
             self._free_slots.append(slot)
             raise
@@ -76,23 +76,11 @@ class BlockManager:
         """Give ``slot`` one more block; False when none is free."""
         if not self.num_free:
             return False
-        self._take(slot, 1)
+        self.append_blocks(slot, 1)
         return True
 
     def append_blocks(self, slot: int, count: int) -> None:
         """Give ``slot`` ``count`` more blocks. Raises ValueError when they are not free."""
-        self._take(slot, count)
-
-    def free(self, slot: int) -> None:
-        """Take back the slot and all its blocks."""
-        held = self._num_held[slot]
-        if self.with_table:
-            self._free_blocks.extend(self.block_table[slot, :held][::-1].tolist())
-        self.num_free += held
-        self._num_held[slot] = 0
-        self._free_slots.append(slot)
-
-    def _take(self, slot: int, count: int) -> None:
         held = self._num_held[slot]
         if count > self.num_free:
             raise ValueError(f"{count} KV blocks asked for, {self.num_free} are free")
@@ -103,3 +91,12 @@ class BlockManager:
             del self._free_blocks[self.num_free - count :]
         self.num_free -= count
         self._num_held[slot] = held + count
+
+    def free(self, slot: int) -> None:
+        """Take back the slot and all its blocks."""
+        held = self._num_held[slot]
+        if self.with_table:
+            self._free_blocks.extend(self.block_table[slot, :held][::-1].tolist())
+        self.num_free += held
+        self._num_held[slot] = 0
+        self._free_slots.append(slot)

@@ -60,8 +60,9 @@ class Run:
     ) -> None:
         """Note what a batch ran, in how many iterations, with how many blocks in use, and whom it gave tokens to."""
         num_decodes = len(batch.decodes)
-        self.builder.batches.extend(
-            (
+        # fromlist is several times quicker than extend.
+        self.builder.batches.fromlist(
+            [
                 num_iterations,
                 num_decodes,
                 sum(batch.chunk_tokens),
@@ -69,9 +70,9 @@ class Run:
                 batch.num_preempted if num_preempted is None else num_preempted,
                 kv_blocks_used,
                 len(emitted),
-            )
+            ]
         )
-        self.builder.emitted.extend([sequence.index for sequence in emitted])
+        self.builder.emitted.fromlist([sequence.index for sequence in emitted])
 
     def finish(self, stopped: str | None) -> RunRecord:
         """The record of the run, as far as it went."""
