@@ -33,15 +33,15 @@ BUDGETED_POLICIES = ("sarathi", "vllm_v0")
 #: about two minutes. A server is started anew for every run. A modelled run takes seconds for hours of traffic, so it
 #: serves the whole trace at the sizes of a server.
 DEFAULTS_BY_DEVICE = {
-    "cpu": {"num_requests": 24, "max_num_seqs": 8, "max_model_len": 1024, "num_trials": 12, "round_size": 1},
-    "cuda": {"num_requests": 128, "max_num_seqs": 64, "max_model_len": 4096, "num_trials": 16, "round_size": 1},
-    "server": {"num_requests": 200, "max_num_seqs": 128, "max_model_len": 8192, "num_trials": 8, "round_size": 1},
+    "cpu": {"num_requests": 24, "max_num_seqs": 8, "max_model_len": 1024, "num_trials": 12, "max_concurrent": 1},
+    "cuda": {"num_requests": 128, "max_num_seqs": 64, "max_model_len": 4096, "num_trials": 16, "max_concurrent": 1},
+    "server": {"num_requests": 200, "max_num_seqs": 128, "max_model_len": 8192, "num_trials": 8, "max_concurrent": 1},
     "modelled": {
         "num_requests": 2000,
         "max_num_seqs": 128,
         "max_model_len": 16384,
         "num_trials": 60,
-        "round_size": 4,
+        "max_concurrent": 4,
     },
 }
 _BY_DEVICE: Any = None
@@ -64,8 +64,8 @@ class TuneConfig:
     more than one: ``pipeline_parallel`` stages, each of ``tensor_parallel`` ranks. A modelled device takes stages too.
     pipeline_split: layers of each stage, such as ``20,20,20,20``; None splits evenly. pipeline_link: Gbit/s between the
     stages of a modelled pipeline; None takes the system's own links, and between stages of a profile's device none.
-    num_requests, max_num_seqs, max_model_len, num_trials, round_size: None takes DEFAULTS_BY_DEVICE; a modelled device
-    then serves a ``trace`` whole.
+    num_requests, max_num_seqs, max_model_len, num_trials, max_concurrent: None takes DEFAULTS_BY_DEVICE; a modelled
+    device then serves a ``trace`` whole.
     workload: preset name, used when there is no ``trace`` file. ``num_requests`` of it, arriving as
     ``arrivals`` says (``qps`` requests/s for Poisson and fixed); None keeps a trace's own times and
     saturates a preset. tbt_slo: ``strict``, ``relaxed`` or a duration such as ``20ms``; ttft_slo, e2e_slo: a duration
@@ -76,8 +76,8 @@ class TuneConfig:
     min_budget, max_budget: tokens; None takes ``max_num_seqs`` and what the workload can fill.
     pipeline_stages: the stage count whose bubble fraction is the second objective where there is no pipeline; where
     there is one, its own bubble fraction is.
-    num_trials: budgets that the search may run. round_size: how many of them are proposed at a time: so many workers
-    the search keeps busy, and its outcome depends on this, not on how many there are.
+    num_trials: budgets that the search may run. max_concurrent: how many of them are open at a time, after the first
+    few: so many workers the search keeps busy, and its outcome depends on this, not on how many there are.
     repeats: extra runs of each contender, interleaved. A modelled device gives the same figures every time, so it runs
     each contender once more whatever ``repeats`` says.
     time_limit: seconds after which no further trial of the search, and no further round of repeats, is begun.
@@ -119,7 +119,7 @@ class TuneConfig:
     num_kv_blocks: int | None = None
     pipeline_stages: int = 4
     num_trials: int = _BY_DEVICE
-    round_size: int = _BY_DEVICE
+    max_concurrent: int = _BY_DEVICE
     num_contenders: int = 3
     repeats: int = 3
     seed: int = 0
@@ -226,7 +226,7 @@ class TuneConfig:
             "max_model_len",
             "block_size",
             "num_trials",
-            "round_size",
+            "max_concurrent",
             "num_contenders",
         ):
             if getattr(self, name) < 1:

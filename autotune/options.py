@@ -130,10 +130,10 @@ OPTIONS: dict[str, object] = {
     "num_trials": Annotated[
         int | None, typer.Option(help=f"Budgets that the search may run. {_by_device('num_trials')}")
     ],
-    "round_size": Annotated[
+    "max_concurrent": Annotated[
         int | None,
         typer.Option(
-            help="Budgets proposed at a time: how many workers have something to run. " + _by_device("round_size")
+            help="Budgets open at a time: how many workers have something to run. " + _by_device("max_concurrent")
         ),
     ],
     "time_limit": Annotated[
@@ -208,7 +208,7 @@ STUDY = (
     "max_budget",
     "pipeline_stages",
     "num_trials",
-    "round_size",
+    "max_concurrent",
     "time_limit",
     "num_contenders",
     "repeats",

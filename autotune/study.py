@@ -1,8 +1,8 @@
-"""The search over budgets, and what else is searched, in rounds of proposals, run here or by any worker that joins it.
+"""The search over budgets, and what else is searched: proposals, run here or by any worker that joins it.
 
-A round is proposed when the one before it is complete, from the rows of the rounds before it alone. How many workers
-run it, in which order they finish, and where the study was cut off then change nothing. What is recommended in the end
-is ``selection``'s business.
+At most ``max_concurrent`` proposals are open at a time, after the ones that every search begins with. One is made from
+the rows of those that had to be done by then, even where more are. How many workers run them, in which order they
+finish, and where the study was cut off then change nothing. What is recommended in the end is ``selection``'s business.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .worker import candidate_of, run_claim, run_name
 
 
 class BudgetStudy:
-    """Searches ``space`` in rounds of ``round_size`` budgets; resumes when the queue already has trials.
+    """Searches ``space`` with ``max_concurrent`` budgets open; resumes when the queue already has trials.
 
-    A new search begins with a round of the budgets of ``suggestions`` and of a ladder over the space.
+    A new search begins with the budgets of ``suggestions`` and of a ladder over the space.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class BudgetStudy:
         *,
         variance_metric: str,
         seed: int,
-        round_size: int = 1,
+        max_concurrent: int = 1,
         suggestions: Sequence[int] = (),
     ) -> None:
         self.space = space
@@ -41,7 +41,7 @@ class BudgetStudy:
         self.queue = queue
         self.variance_metric = variance_metric
         self.seed = seed
-        self.round_size = round_size
+        self.max_concurrent = max_concurrent
         self._start = start_params(space, suggestions)
         self._num_candidates = sum(len(variant.params) for variant in space.variants)
         self.num_resumed = len(self.rows())
@@ -60,8 +60,8 @@ class BudgetStudy:
     ) -> list[TrialRow]:
         """Propose until ``num_trials`` budgets have an outcome or none is left; returns all rows.
 
-        ``runs_here``: run what waits in this process too, else leave everything to workers. No round but the first is
-        proposed after ``until_s`` (of ``perf_counter``).
+        ``runs_here``: run what waits in this process too, else leave everything to workers. Nothing but what a search
+        begins with is proposed after ``until_s`` (of ``perf_counter``).
         """
         told = {proposal.index for proposal in self.queue.proposals() if proposal.row is not None}
         pause = Pause()
@@ -73,9 +73,8 @@ class BudgetStudy:
                     told.add(proposal.index)
                     on_trial(proposal.row, len(told), num_trials)
                     pause = Pause()
-            if self._round_is_complete(proposals) and (
-                (proposals and perf_counter() > until_s) or not self._propose_round(proposals, num_trials)
-            ):
+            may_propose = not proposals or perf_counter() <= until_s
+            if not (may_propose and self._propose_more(proposals, num_trials)) and all(one.row for one in proposals):
                 return self.rows()
             claim = self.queue.claim() if runs_here else None
             if claim is not None:
@@ -83,37 +82,19 @@ class BudgetStudy:
             else:
                 pause()
 
-    def _round_is_complete(self, proposals: Sequence[Proposal]) -> bool:
-        """Whether there is nothing to wait for; a round that was cut off while it was proposed is filled up first."""
-        if not proposals:
-            return True
-        last = proposals[-1].round_index
-        members = [proposal for proposal in proposals if proposal.round_index == last]
-        if len(members) < members[0].round_size:
-            self._fill_round(proposals, last, members[0].round_size - len(members))
-            return False
-        return all(proposal.row is not None for proposal in proposals)
-
-    def _propose_round(self, proposals: Sequence[Proposal], num_trials: int) -> bool:
-        """Propose the next round; False when there is none."""
-        done = len(proposals)
-        size = len(self._start) - done if done < len(self._start) else self.round_size
-        size = min(size, num_trials - done, self._num_candidates - done)
-        round_index = proposals[-1].round_index + 1 if proposals else 0
-        if size > 0:
-            self._fill_round(proposals, round_index, size)
-        return size > 0
-
-    def _fill_round(self, proposals: Sequence[Proposal], round_index: int, count: int) -> None:
-        """Add ``count`` proposals to a round, of which ``proposals`` may hold some already."""
-        begun = sum(proposal.round_index == round_index for proposal in proposals)
-        # Of this round nothing is known, whether or not some of it has been run by now.
-        tried = [Tried(params=one.params, row=one.row if one.round_index < round_index else None) for one in proposals]
-        for index in range(len(tried), len(tried) + count):
-            params = self._start[index] if index < len(self._start) else self._propose(tried)
-            proposal = Proposal(index=index, round_index=round_index, round_size=begun + count, params=params)
-            self.queue.add(proposal, distributions(self.space.variant(params)))
+    def _propose_more(self, proposals: Sequence[Proposal], num_trials: int) -> bool:
+        """Propose what may be proposed by now; False when that is nothing."""
+        begun, num_first = len(proposals), len(self._start)
+        num_done = next((index for index, one in enumerate(proposals) if one.row is None), begun)  # without a gap
+        end = num_first if num_done < num_first else num_done + self.max_concurrent
+        tried = [Tried(params=one.params, row=None) for one in proposals]
+        for index in range(begun, min(end, num_trials, self._num_candidates)):
+            num_known = max(num_first, index + 1 - self.max_concurrent)
+            known = [Tried(params=one.params, row=one.row) for one in proposals[:num_known]]
+            params = self._start[index] if index < num_first else self._propose([*known, *tried[num_known:]])
+            self.queue.add(Proposal(index=index, params=params), distributions(self.space.variant(params)))
             tried.append(Tried(params=params, row=None))
+        return len(tried) > begun
 
     def _propose(self, tried: Sequence[Tried]) -> Params:
         params = propose(self.space, tried, seed=self.seed, variance_metric=self.variance_metric)

@@ -41,12 +41,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """One budget that the study is to run. ``index`` is its place among them, ``round_index`` the round of
-    ``round_size`` that it was proposed in, and ``row`` its outcome, None until it has one."""
+    """One budget that the study is to run. ``index`` is its place among them; ``row`` is None until it has one."""
 
     index: int
-    round_index: int
-    round_size: int
     params: Params
     row: TrialRow | None = None
 
@@ -252,17 +249,12 @@ class TrialQueue:
         state: TrialState = TrialState.WAITING,
         **more: str,
     ) -> None:
-        place = {
-            "proposal": proposal.index,
-            "round_index": proposal.round_index,
-            "round_size": proposal.round_size,
-        }
         self.study.add_trial(
             optuna.create_trial(
                 state=state,
                 params=dict(proposal.params),
                 distributions=dict(distributions),
-                user_attrs={**place, **more},
+                user_attrs={"proposal": proposal.index, **more},
             )
         )
 
@@ -296,13 +288,7 @@ def _counts(trial: FrozenTrial, variance_metric: str) -> bool:
 
 
 def _proposal(trial: FrozenTrial, row: TrialRow | None) -> Proposal:
-    return Proposal(
-        index=_index(trial),
-        round_index=int(trial.user_attrs["round_index"]),
-        round_size=int(trial.user_attrs["round_size"]),
-        params=dict(trial.params),
-        row=row,
-    )
+    return Proposal(index=_index(trial), params=dict(trial.params), row=row)
 
 
 def _proposals(trials: list[FrozenTrial], variance_metric: str) -> list[Proposal]:

@@ -133,7 +133,7 @@ def tune(
                 stored.queue(problem.variance_metric),
                 variance_metric=problem.variance_metric,
                 seed=config.seed,
-                round_size=config.round_size,
+                max_concurrent=config.max_concurrent,
                 suggestions=warm.suggestions,
             )
 

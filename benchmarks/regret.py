@@ -243,7 +243,7 @@ def run_study(problem: Problem) -> tuple[int | None, int]:
             stored.queue(problem.variance_metric),
             variance_metric=problem.variance_metric,
             seed=problem.config.seed,
-            round_size=problem.config.round_size,
+            max_concurrent=problem.config.max_concurrent,
         )
         rows = study.search(problem.config.num_trials, lambda row, done, planned: None)
     contenders, _ = repeat_contenders(problem, runner, rows, lambda phase, done, planned, row: None)

@@ -79,14 +79,14 @@ def test_a_killed_study_resumes_to_the_same_end(
     assert essence(study.search(2)) == whole
 
 
-def test_a_study_killed_between_two_proposals_of_a_round_resumes_to_the_same_end(
+def test_a_study_killed_between_two_proposals_resumes_to_the_same_end(
     tmp_path: Path, workload: Workload, whole: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = tmp_path / "study.journal"
     add = TrialQueue.add
 
     def add_or_die(queue: TrialQueue, proposal: object, distributions: object) -> None:
-        if len(queue.proposals()) == 8:  # the round of four that follows the first six
+        if len(queue.proposals()) == 8:  # of the four that follow the first six
             os.kill(os.getpid(), signal.SIGKILL)
         add(queue, proposal, distributions)  # type: ignore[arg-type]
 

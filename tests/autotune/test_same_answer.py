@@ -42,7 +42,7 @@ def comparable(recommendation: Recommendation) -> dict[str, object]:
 
 
 def test_cut_off_anywhere_the_study_ends_the_same(tmp_path: Path, workload: Workload) -> None:
-    """In the first round of the search, within later ones, among the repeats, and in what is asked afterwards."""
+    """In the beginning of the search, later in it, among the repeats, and in what is asked afterwards."""
     whole = comparable(recommend(tmp_path / "whole", workload))
     assert comparable(recommend(tmp_path / "again", workload)) == whole
     for cut_at in (3, 9, 13, 15, 22):

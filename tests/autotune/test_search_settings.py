@@ -18,7 +18,7 @@ from tilebudget.engine import Request, Workload
 
 EDGES = (64, 128, 256, 512)
 SEARCH = "token_budget,max_num_seqs,policy"
-SETTINGS = {"max_num_seqs": 16, "max_model_len": 1024, "max_budget": 512, "num_trials": 32, "round_size": 4}
+SETTINGS = {"max_num_seqs": 16, "max_model_len": 1024, "max_budget": 512, "num_trials": 32, "max_concurrent": 4}
 
 
 def config(**settings: object) -> TuneConfig:

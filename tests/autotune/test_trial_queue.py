@@ -26,7 +26,7 @@ class Setup:
         self.space = self.study.problem.space
         self.queue = self.open()
         for index, params in enumerate(start_params(self.space, ())[:2]):
-            proposal = Proposal(index=index, round_index=0, round_size=2, params=params)
+            proposal = Proposal(index=index, params=params)
             self.queue.add(proposal, distributions(self.space))
             self.queue.add(proposal, distributions(self.space))  # as after a lost connection
 

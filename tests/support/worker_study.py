@@ -15,7 +15,9 @@ from tilebudget.autotune.trial_queue import TrialQueue
 from tilebudget.autotune.worker import serve
 from tilebudget.engine import Workload
 
-CONFIG = TuneConfig(max_num_seqs=8, max_model_len=4096, tbt_slo="30ms", max_budget=2048, num_trials=14, round_size=4)
+CONFIG = TuneConfig(
+    max_num_seqs=8, max_model_len=4096, tbt_slo="30ms", max_budget=2048, num_trials=14, max_concurrent=4
+)
 EDGES = range(128, 2049, 128)
 #: A machine with much else to do may keep a worker silent for long.
 BEAT_S, GRACE_S = 0.2, 60.0
@@ -63,7 +65,7 @@ class WorkerStudy:
                 self.queue(stored),
                 variance_metric=problem.variance_metric,
                 seed=CONFIG.seed,
-                round_size=CONFIG.round_size,
+                max_concurrent=CONFIG.max_concurrent,
             )
             with stored.leading(beat_s=BEAT_S, grace_s=self.grace_s):
                 workers.begin()
