@@ -15,8 +15,7 @@ from time import perf_counter
 from ..engine import Engine, Executor, PipelinedExecutor
 from ..engine.hf_config import resolve_model
 from ..engine.model_config import ModelConfig
-from ..engine.modelled_executor import ModelledExecutor
-from ..engine.profile import measure_profile
+from ..engine.profile import Profile, measure_profile, modelled_as
 from ..engine.server_engine import ServerEngine
 from ..kernels.latency import LatencyTable
 from ..kernels.latency_file import table_from_json, table_to_json
@@ -67,8 +66,8 @@ def warm_start(problem: Problem, folder: RunFolder, *, resumed: bool) -> WarmSta
         return WarmStart(predictions={}, note="no predictions: the iterations of a pipeline are not profiled")
     began = perf_counter()
     try:
-        table = quick_profile(problem, executor)
-        predictions = predict(table, problem)
+        profile = quick_profile(problem, executor)
+        table, predictions = profile.table, predict(profile, problem)
     except Exception as error:  # whatever it is, the study itself needs none of this
         note = f"no predictions: the profile failed ({type(error).__name__}: {error})"
         _log.warning("warm start: %s", note)
@@ -80,19 +79,19 @@ def warm_start(problem: Problem, folder: RunFolder, *, resumed: bool) -> WarmSta
     return WarmStart(predictions=predictions, table=table, suggestions=suggestions, note=note)
 
 
-def quick_profile(problem: Problem, executor: Executor) -> LatencyTable:
-    """A latency table of the study's device for the study's batches, measured in a small share of its time."""
+def quick_profile(problem: Problem, executor: Executor) -> Profile:
+    """A profile of the study's device for the study's batches, measured in a small share of its time."""
     base, space = problem.engine_config, problem.space
     largest = max(candidate.token_budget for candidate in space.candidates)
     limits = replace(base, token_budget=max(base.max_num_seqs, min(largest, 2 * base.max_model_len)))
     shortest_s, longest_s = PROFILE_BOUNDS_S
     time_limit_s = min(longest_s, max(shortest_s, PROFILE_SHARE * _expected_study_s(problem)))
-    return measure_profile(executor, _model(problem), limits, time_limit_s=time_limit_s).table
+    return measure_profile(executor, _model(problem), limits, time_limit_s=time_limit_s)
 
 
-def predict(table: LatencyTable, problem: Problem) -> dict[int, Prediction]:
+def predict(profile: Profile, problem: Problem) -> dict[int, Prediction]:
     """The modelled run of every candidate, by budget; aligned ones first, as far as ``PREDICT_LIMIT_S`` goes."""
-    engine = Engine(ModelledExecutor(table, _model(problem)))
+    engine = Engine(modelled_as(profile, _model(problem), seed=problem.config.seed))
     runner = TrialRunner(engine, problem.workload, problem.engine_config, problem.slo, objective=problem.objective)
     until_s = perf_counter() + PREDICT_LIMIT_S
     found: dict[int, Prediction] = {}

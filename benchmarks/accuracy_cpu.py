@@ -3,9 +3,10 @@
     python -P benchmarks/accuracy_cpu.py --json
 
 Profiles each model, runs the Azure conversation trace at every budget (interleaved repeats, in alternating order),
-and predicts the same runs from the profile's latency table. A prediction is held to the median of the repeats. The
-order of two budgets counts where the ranges of their repeats do not overlap. Without the trace file the built-in
-azure-conv workload takes its place, and the output says so.
+and predicts the same runs from the profile's latency table. Profile and repeats take turns, a slice of the one before
+each of the other, so that a machine which is slow for a minute is slow for both. A prediction is held to the median of
+the repeats. The order of two budgets counts where the ranges of their repeats do not overlap. Without the trace file
+the built-in azure-conv workload takes its place, and the output says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -23,9 +25,8 @@ from time import perf_counter
 from tilebudget.autotune.environment import package_versions, source_commit
 from tilebudget.engine import Engine, EngineConfig, Workload, assign_arrivals, compute_metrics, load_trace
 from tilebudget.engine.model_config import PRESETS, ModelConfig
-from tilebudget.engine.modelled_executor import ModelledExecutor
 from tilebudget.engine.presets import preset_workload
-from tilebudget.engine.profile import measure_profile
+from tilebudget.engine.profile import measure_profile, modelled_as
 from tilebudget.engine.torch_executor import TorchExecutor
 
 METRICS = ("tbt_p50_ms", "tbt_p99_ms", "total_tokens_per_s")
@@ -94,17 +95,20 @@ def compare(model: ModelConfig, workload: Workload, options: argparse.Namespace)
         seed=options.seed,
     )
     base = replace(base, num_kv_blocks=executor.default_num_kv_blocks(base))
-    began = perf_counter()
-    profile = measure_profile(executor, model, base, time_limit_s=options.profile_s)
-    profile_s = perf_counter() - began
-    real, modelled = Engine(executor), Engine(ModelledExecutor(profile.table, model))
+    real, profile_s = Engine(executor), 0.0
     found: dict[tuple[int, str], list[float]] = {}
-    for repeat in range(options.repeats):
-        for budget in options.budgets if repeat % 2 == 0 else reversed(options.budgets):
-            values = compute_metrics(real.run(workload, replace(base, token_budget=budget))).to_row()
-            for metric in METRICS:
-                found.setdefault((budget, metric), []).append(float(values[metric] or 0.0))
-            print(f"{model.name} {repeat + 1}/{options.repeats} budget {budget}", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(options.repeats):
+            began = perf_counter()
+            limit_s = options.profile_s / options.repeats
+            profile = measure_profile(executor, model, base, time_limit_s=limit_s, out=Path(folder) / "profile.json")
+            profile_s += perf_counter() - began
+            for budget in options.budgets if repeat % 2 == 0 else reversed(options.budgets):
+                values = compute_metrics(real.run(workload, replace(base, token_budget=budget))).to_row()
+                for metric in METRICS:
+                    found.setdefault((budget, metric), []).append(float(values[metric] or 0.0))
+                print(f"{model.name} {repeat + 1}/{options.repeats} budget {budget}", file=sys.stderr)
+    modelled = Engine(modelled_as(profile, model, seed=options.seed))
     rows = []
     for budget in options.budgets:
         predicted = compute_metrics(modelled.run(workload, replace(base, token_budget=budget))).to_row()
@@ -174,8 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--arrivals", default="saturated", choices=["saturated", "trace"], help="all at once, or timed")
     parser.add_argument("--num-requests", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--profile-s", type=float, default=30.0, help="seconds to profile each model for")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile-s", type=float, default=60.0, help="seconds to profile each model for, in all")
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--num-threads", type=int, default=None, help="CPU threads; default: torch's")

@@ -68,6 +68,29 @@ class Executor(Device, Protocol):
         """Run one iteration. The sequences of ``batch`` are not changed."""
 
 
+class ExecutorWrapper:
+    """An ``Executor`` that passes everything on to another one: for those that add something to it."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.virtual_time = inner.virtual_time
+        self.needs_token_ids = inner.needs_token_ids
+        self.max_position = inner.max_position
+        self.vocab_size = inner.vocab_size
+
+    def describe(self) -> Mapping[str, str | int | float]:
+        return self.inner.describe()
+
+    def default_num_kv_blocks(self, config: EngineConfig) -> int:
+        return self.inner.default_num_kv_blocks(config)
+
+    def start(self, config: EngineConfig, kv: BlockManager) -> None:
+        self.inner.start(config, kv)
+
+    def execute(self, batch: Batch) -> StepResult:
+        return self.inner.execute(batch)
+
+
 @runtime_checkable
 class DecodeRunner(Protocol):
     """What an executor in virtual time may offer beside ``execute``, to make long runs of decodes quick."""

@@ -20,8 +20,8 @@ from ..kernels.latency import IterationShape, LatencyTable
 from ..kernels.sampling import AdaptiveSampler
 from .config import EngineConfig
 from .engine import Engine
-from .executor import Executor, StepResult
-from .kv_cache import BlockManager
+from .executor import Executor, ExecutorWrapper, StepResult
+from .jitter import Jitter, JitteredExecutor
 from .model_config import ModelConfig
 from .modelled_executor import ModelledExecutor
 from .presets import preset_workload
@@ -39,11 +39,11 @@ MAX_TOKEN_POINTS = 40
 
 #: Samples of each iteration: at the first visit (after one to warm up), at each later one, and at most. A visit takes
 #: no more than the share of the allowed time, but for its first sample.
-FIRST_SAMPLES, ROUND_SAMPLES, MAX_SAMPLES = 3, 2, 15
+FIRST_SAMPLES, ROUND_SAMPLES, MAX_SAMPLES = 2, 1, 15
 SLOW_SHARE = 0.01
 
 #: By which share of the allowed time each phase ends.
-TOKENS_UNTIL, FINE_UNTIL, ROUNDS_UNTIL = 0.3, 0.55, 0.7
+TOKENS_UNTIL, FINE_UNTIL, ROUNDS_UNTIL = 0.25, 0.45, 0.6
 
 #: Whole runs: the workload that they are drawn from, how many budgets, and how many iterations a file keeps.
 RUN_WORKLOAD = "azure-conv"
@@ -60,7 +60,8 @@ OnProgress = Callable[[int, int], None]
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """A measured table: how many iterations were timed at how many points, the factors from whole engine runs, and the
-    median relative error of the table on the iterations of these runs (None where there was no time for any)."""
+    median relative error of the table on the iterations of these runs and their scatter around it (None where there was
+    no time for any, or for enough)."""
 
     table: LatencyTable
     num_points: int
@@ -68,6 +69,7 @@ class Profile:
     num_run_iterations: int
     factors: Mapping[str, float]
     median_error: float | None
+    jitter: Jitter | None
 
 
 def measure_profile(
@@ -89,6 +91,12 @@ def measure_profile(
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s={time_limit_s}: must be above 0")
     return _Profiler(executor, model, config, time_limit_s, out, on_progress).run()
+
+
+def modelled_as(profile: Profile, model: ModelConfig, *, seed: int = 0) -> Executor:
+    """The profiled device as a model: what its table says, scattered as its runs were, where that is known."""
+    executor = ModelledExecutor(profile.table, model)
+    return executor if profile.jitter is None else JitteredExecutor(executor, profile.jitter, seed=seed)
 
 
 class _Profiler:
@@ -196,17 +204,19 @@ class _Profiler:
                 self._visit(shapes[place])
 
     def _run_engine(self) -> None:
-        """Engine runs of a synthetic workload at several budgets, as long as there is time."""
+        """Engine runs of a synthetic workload at several budgets, as long as there is time: few and full ones rather
+        than many of a batch or two, for what they are to show is how full batches differ from the same one repeated."""
         table = fit_table(self.done.samples, self.grid, self.subject)
         budgets = np.geomspace(self.config.max_num_seqs, self.config.token_budget or 1, NUM_RUN_BUDGETS)
-        for left, budget in zip(range(NUM_RUN_BUDGETS, 0, -1), self.random.permutation(budgets), strict=True):
-            slice_s = (1.0 - self._share()) * self.time_limit_s / left
-            if slice_s <= 0:
+        order = np.random.default_rng([self.config.seed, len(self.done.runs)]).permutation(budgets)
+        for budget in order.tolist():
+            left_s = (1.0 - self._share()) * self.time_limit_s
+            config = replace(self.config, token_budget=max(round(budget), self.config.max_num_seqs))
+            workload = self._workload(table, config, left_s)
+            if workload is None:
                 return
-            config = replace(self.config, token_budget=max(round(float(budget)), self.config.max_num_seqs))
-            workload = self._workload(table, config, slice_s)
             recorder = _ShapeRecorder(self.executor)
-            record = Engine(recorder).run(workload, config, monitor=_stop_after(slice_s))
+            record = Engine(recorder).run(workload, config, monitor=_stop_after(left_s))
             durations_ms = (record.iterations.duration_s * 1e3).tolist()
             self.done.runs += [
                 TimedIteration(shape=shape, duration_ms=duration_ms)
@@ -217,8 +227,11 @@ class _Profiler:
             picked = self.random.choice(len(self.done.runs), MAX_RUN_ITERATIONS, replace=False)
             self.done.runs[:] = [self.done.runs[place] for place in sorted(picked.tolist())]
 
-    def _workload(self, table: LatencyTable, config: EngineConfig, slice_s: float) -> Workload:
-        """The fullest workload that the table expects to end within ``slice_s``, else the smallest."""
+    def _workload(self, table: LatencyTable, config: EngineConfig, left_s: float) -> Workload | None:
+        """The fullest workload that the table expects to end within ``left_s``; where none does, the smallest if
+        nothing has been run yet, else None."""
+        if left_s <= 0:
+            return None
         engine = Engine(ModelledExecutor(table, self.model))
         seqs, longest = config.max_num_seqs, config.max_model_len
         for num_requests, divisor in ((2 * seqs, 1), (seqs, 1), (seqs, 2), (seqs, 4), (seqs // 2, 4), (seqs // 4, 8)):
@@ -229,9 +242,9 @@ class _Profiler:
                 max_model_len=max(2, longest // divisor),
             )
             modelled = engine.run(workload, config).iterations
-            if modelled.start_s[-1] + modelled.duration_s[-1] <= slice_s:
-                break
-        return workload
+            if modelled.start_s[-1] + modelled.duration_s[-1] <= left_s:
+                return workload
+        return None if self.done.runs else workload
 
     def _checkpoint(self) -> None:
         if self.on_progress is not None:
@@ -260,32 +273,20 @@ class _Profiler:
             num_run_iterations=len(self.done.runs),
             factors=factors,
             median_error=error,
+            jitter=Jitter.of(table, self.done.runs),
         )
 
 
-class _ShapeRecorder:
+class _ShapeRecorder(ExecutorWrapper):
     """An executor that also notes the shape of each iteration."""
 
     def __init__(self, inner: Executor) -> None:
-        self.inner = inner
-        self.virtual_time = inner.virtual_time
-        self.needs_token_ids = inner.needs_token_ids
-        self.max_position = inner.max_position
-        self.vocab_size = inner.vocab_size
+        super().__init__(inner)
         self.shapes: list[IterationShape] = []
-
-    def describe(self) -> Mapping[str, str | int | float]:
-        return self.inner.describe()
-
-    def default_num_kv_blocks(self, config: EngineConfig) -> int:
-        return self.inner.default_num_kv_blocks(config)
-
-    def start(self, config: EngineConfig, kv: BlockManager) -> None:
-        self.inner.start(config, kv)
 
     def execute(self, batch: Batch) -> StepResult:
         self.shapes.append(shape_of(batch))
-        return self.inner.execute(batch)
+        return super().execute(batch)
 
 
 def shape_of(batch: Batch) -> IterationShape:

@@ -84,28 +84,38 @@ def fit_table(samples: Samples, grid: ProfileGrid, subject: Subject) -> LatencyT
 
 
 def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[LatencyTable, dict[str, float]]:
-    """The table with its fixed and token-wise part, prefill attention and decode attention scaled to whole engine
-    runs, where pages are scattered and caches cold; and the three factors.
+    """The table scaled to whole engine runs, where pages are scattered and caches cold: its fixed and token-wise part,
+    prefill attention, and what decode attention takes beyond the shortest context, which is the reading of the KV cache
+    (the rest of it goes with the fixed part); and the three factors.
 
-    Least squares of measured ÷ predicted, so that sums of durations come out right, against a prior around 1.0 that is
-    as strong as these ratios are noisy; iterations three times off the table are left out.
+    Least squares of measured ÷ predicted, weighted by what is predicted, so that sums of durations come out right,
+    against a prior around 1.0 that is as strong as these ratios are noisy; iterations three times off the table are
+    left out.
     """
-    rows, ratios, names = [], [], ("token_wise", "prefill_attention", "decode_attention")
+    rows, ratios, weights, names = [], [], [], ("token_wise", "prefill_attention", "decode_attention")
     for run in runs:
         parts = table.iteration(run.shape).parts_ms
-        attention = [parts.get("prefill_attention", 0.0), parts.get("decode_attention", 0.0)]
+        prefill_ms, reading_ms = parts.get("prefill_attention", 0.0), 0.0
+        if decodes := run.shape.num_decodes:
+            shortest_ms = float(table.decode.at(decodes, table.decode.columns[0])) * table.model.num_layers
+            reading_ms = max(0.0, parts["decode_attention"] - shortest_ms)
         total_ms = sum(parts.values())
         ratio = run.duration_ms / total_ms
         if 1 / 3 < ratio < 3:
-            rows.append(np.array([total_ms - sum(attention), *attention]) / total_ms)
+            rows.append(np.array([total_ms - prefill_ms - reading_ms, prefill_ms, reading_ms]) / total_ms)
             ratios.append(ratio)
+            weights.append(total_ms)
     if not rows:
         return table, dict.fromkeys(names, 1.0)
     shares, measured = np.array(rows), np.array(ratios)
+    weight = np.sqrt(np.array(weights) / np.mean(weights))
+    shares, measured = shares * weight[:, None], measured * weight
     freely = _factors(shares, measured, pull=1e-3)
     noise = max(0.02, float(np.median(np.abs(shares @ freely - measured))))
     factors = _factors(shares, measured, pull=noise * np.sqrt(ALIKE_ITERATIONS) / FACTOR_STD)
     fixed, prefill, decode = factors.tolist()
+    # Where noise has made a longer context cheaper than the shortest, nothing of it is reading.
+    rest_ms = np.minimum(table.decode.latency_ms, table.decode.latency_ms[:, :1])
     return replace(
         table,
         layer_ops=tuple(_scaled_curve(curve, fixed) for curve in table.layer_ops),
@@ -113,7 +123,11 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
         overhead_ms=table.overhead_ms * fixed,
         request_overhead_ms=table.request_overhead_ms * fixed,
         prefill=_scaled_surface(table.prefill, prefill),
-        decode=_scaled_surface(table.decode, decode),
+        decode=replace(
+            table.decode,
+            latency_ms=rest_ms * fixed + (table.decode.latency_ms - rest_ms) * decode,
+            std_ms=table.decode.std_ms * max(fixed, decode),
+        ),
     ), dict(zip(names, factors.tolist(), strict=True))
 
 
@@ -326,8 +340,8 @@ def _surface(
     columns: Sequence[int],
     num_layers: int,
 ) -> Surface:
-    """Iterations less what is fixed in their rows; where there was no room for one, in proportion to the row above it,
-    or else along the last slope of its row."""
+    """Iterations less what is fixed in their rows; where there was no room for one, along the last slope of its row, or
+    in proportion to the row above it where its own has none yet."""
     latency_ms = np.full((len(rows), len(columns)), np.nan)
     std_ms = np.zeros(latency_ms.shape)
     for row, line in enumerate(shapes):
@@ -338,13 +352,7 @@ def _surface(
                 std_ms[row, column] = spreads[shape] / num_layers
     sources = np.where(np.isnan(latency_ms), _DERIVED, _MEASURED).astype(np.int8)
     for row, column in zip(*np.nonzero(np.isnan(latency_ms)), strict=True):
-        ratio = rows[row] / rows[row - 1] if row else 1.0
-        if row:
-            rise = max(0.0, latency_ms[row - 1, column] - latency_ms[row - 1, column - 1]) if column else 0.0
-            before = latency_ms[row, column - 1] if column else latency_ms[row - 1, column] * ratio
-            latency_ms[row, column] = before + rise * ratio
-        else:
-            latency_ms[row, column] = latency_ms[row, column - 1]
+        latency_ms[row, column] = _extrapolated(latency_ms, rows, columns, row, column)
     return Surface(
         rows=np.array(rows, dtype=np.int64),
         columns=np.array(columns, dtype=np.int64),
@@ -353,6 +361,19 @@ def _surface(
         sources=sources,
         note="iterations less their token-wise part",
     )
+
+
+def _extrapolated(latency_ms: FloatArray, rows: Sequence[int], columns: Sequence[int], row: int, column: int) -> float:
+    """A cell that was not timed, from those on its left and above it: on along its row where that reaches far enough to
+    have a slope, else with the rise of the row above. That row may be another kernel's, with a slope of its own."""
+    left, above, ratio = latency_ms[row], latency_ms[row - 1], rows[row] / rows[row - 1]
+    if not column:
+        return float(above[0] * ratio)
+    width = columns[column] - columns[column - 1]
+    if (measured := columns[column - 1] - columns[0]) >= width / 2:
+        return float(left[column - 1] + max(0.0, left[column - 1] - left[0]) * width / measured)
+    rise_ms = max(0.0, above[column] - above[column - 1]) * ratio if row else 0.0
+    return float(left[column - 1] + rise_ms)
 
 
 def _scaled_curve(curve: StepCurve, factor: float) -> StepCurve:

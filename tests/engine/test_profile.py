@@ -57,6 +57,23 @@ def test_the_coarse_grid_is_finished_however_short_the_time() -> None:
     assert run_s(ModelledExecutor(profile.table, MODEL), LIMITS) == pytest.approx(run_s(CostDevice(), LIMITS), rel=0.1)
 
 
+def test_a_prefix_too_long_to_be_timed_follows_its_own_chunk() -> None:
+    """One token takes another kernel, here forty times as dear by prefix: its slope says nothing of longer chunks."""
+
+    class OtherKernel(CostDevice):
+        def execute(self, batch):  # type: ignore[no-untyped-def]
+            result = super().execute(batch)
+            alone = sum(
+                s.num_computed for s, tokens in zip(batch.chunks, batch.chunk_tokens, strict=True) if tokens == 1
+            )
+            return replace(result, model_s=result.model_s + 40 * 2e-8 * alone)
+
+    table = measure_profile(OtherKernel(), MODEL, LIMITS, time_limit_s=30).table
+    timed = IterationShape(chunks=((128, 890),))
+    expected = 1.0 + 0.02 * 128 + 0.1 + 2e-5 * (128 * 890 + 128 * 129 / 2)
+    assert table.iteration(timed).latency_ms == pytest.approx(expected, rel=0.02)
+
+
 def test_a_staircase_keeps_its_steps() -> None:
     class Stairs(CostDevice):
         def execute(self, batch):  # type: ignore[no-untyped-def]

@@ -1,0 +1,69 @@
+"""Iterations scatter around the table as those of real runs did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cost_device import CostDevice
+from tilebudget.engine import Engine, EngineConfig, compute_metrics, preset_workload
+from tilebudget.engine.jitter import Jitter, JitteredExecutor
+from tilebudget.engine.model_config import PRESETS
+from tilebudget.engine.modelled_executor import ModelledExecutor
+from tilebudget.engine.profile import Profile, measure_profile, modelled_as
+from tilebudget.engine.profile_fit import TimedIteration
+from tilebudget.kernels.latency import IterationShape
+
+MODEL = PRESETS["tiny-llama"]
+LIMITS = EngineConfig(token_budget=1024, max_num_seqs=16, max_model_len=1024)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return measure_profile(CostDevice(), MODEL, LIMITS, time_limit_s=30)
+
+
+def paused(profile: Profile, pause_ms: float, share: float) -> list[TimedIteration]:
+    """Iterations of 1 to 600 tokens, of which a share was held up."""
+    random = np.random.default_rng(1)
+    runs = []
+    for tokens in random.integers(1, 600, 4000).tolist():
+        shape = IterationShape(chunks=((tokens, 0),))
+        held_ms = pause_ms if random.random() < share else 0.0
+        runs.append(TimedIteration(shape=shape, duration_ms=profile.table.iteration(shape).latency_ms + held_ms))
+    return runs
+
+
+def test_a_pause_is_much_to_a_short_iteration_and_little_to_a_long_one(profile: Profile) -> None:
+    jitter = Jitter.of(profile.table, paused(profile, pause_ms=10.0, share=0.05))
+    assert jitter is not None
+    assert np.median(jitter.ratios, axis=1).tolist() == pytest.approx([1.0] * len(jitter.ratios))
+    tails = np.quantile(jitter.ratios, 0.97, axis=1)
+    assert (np.diff(tails) < 0).all()
+    assert tails[0] > 4.0
+    assert tails[-1] < 2.0
+
+
+def test_runs_get_the_tail_and_the_same_one_every_time(profile: Profile) -> None:
+    jitter = Jitter.of(profile.table, paused(profile, pause_ms=10.0, share=0.05))
+    assert jitter is not None
+    workload = preset_workload("azure-conv", num_requests=24, seed=3, max_model_len=1024)
+    config = replace(LIMITS, token_budget=64)
+    plain = ModelledExecutor(profile.table, MODEL)
+    without = compute_metrics(Engine(plain).run(workload, config))
+    first, second = (compute_metrics(Engine(JitteredExecutor(plain, jitter)).run(workload, config)) for _ in range(2))
+    assert first == replace(second, tbt_gaps_s=first.tbt_gaps_s)
+    assert first.tbt_gaps_s.tolist() == second.tbt_gaps_s.tolist()
+    assert first.tbt.p50 == pytest.approx(without.tbt.p50, rel=0.01)
+    assert first.tbt.p99 == pytest.approx((without.tbt.p50 or 0.0) + 0.010, rel=0.25)
+    mean_held_s = 0.05 * 0.010 * first.num_iterations  # type: ignore[operator]
+    assert first.busy_s - without.busy_s == pytest.approx(mean_held_s, rel=0.3)
+    other = compute_metrics(Engine(JitteredExecutor(plain, jitter, seed=1)).run(workload, config))
+    assert other.busy_s != first.busy_s
+
+
+def test_a_profile_without_runs_has_no_jitter_to_model(profile: Profile) -> None:
+    assert profile.jitter is None
+    assert isinstance(modelled_as(profile, MODEL), ModelledExecutor)
+    assert Jitter.of(profile.table, paused(profile, 1.0, 0.5)[:99]) is None
