@@ -218,8 +218,9 @@ class _Profiler:
             recorder = _ShapeRecorder(self.executor)
             record = Engine(recorder).run(workload, config, monitor=_stop_after(left_s))
             durations_ms = (record.iterations.duration_s * 1e3).tolist()
+            number = max((one.run for one in self.done.runs), default=-1) + 1
             self.done.runs += [
-                TimedIteration(shape=shape, duration_ms=duration_ms)
+                TimedIteration(shape=shape, duration_ms=duration_ms, run=number)
                 for shape, duration_ms in zip(recorder.shapes, durations_ms, strict=True)
             ]
             self._checkpoint()

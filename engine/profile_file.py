@@ -18,7 +18,7 @@ from ..kernels.latency_file import LatencyFileError, table_to_json
 from .profile_fit import Subject, TimedIteration
 from .profile_grid import ProfileGrid
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 UNFINISHED_SCHEMA = "tilebudget.unfinished_profile/1"
 
 Json = dict[str, object]
@@ -41,7 +41,7 @@ def save_profile(
         "version": PROFILE_VERSION,
         "of": _identity(subject, grid),
         "samples": [[*_shape_to_json(shape), found] for shape, found in done.samples.items()],
-        "runs": [[*_shape_to_json(run.shape), run.duration_ms] for run in done.runs],
+        "runs": [[*_shape_to_json(run.shape), run.duration_ms, run.run] for run in done.runs],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}-{os.getpid()}")
@@ -64,7 +64,10 @@ def read_measurements(path: Path, subject: Subject, grid: ProfileGrid) -> Measur
         rows, runs = cast("list[list[object]]", profile["samples"]), cast("list[list[object]]", profile["runs"])
         done = Measurements(
             samples={_shape_from_json(row): [float(ms) for ms in cast("list[float]", row[4])] for row in rows},
-            runs=[TimedIteration(shape=_shape_from_json(row), duration_ms=cast(float, row[4])) for row in runs],
+            runs=[
+                TimedIteration(shape=_shape_from_json(row), duration_ms=cast(float, row[4]), run=cast(int, row[5]))
+                for row in runs
+            ],
         )
     except (OSError, KeyError, TypeError, IndexError, ValueError) as error:
         raise LatencyFileError(f"{path} cannot be read as a profile to continue: {error!r}") from error

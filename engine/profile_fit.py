@@ -17,7 +17,7 @@ from ..kernels.latency import IterationShape, LatencyTable
 from ..kernels.model_shape import ModelShape
 from ..kernels.step_curve import StepCurve
 from ..kernels.surface import Surface
-from ..kernels.sweep import SOURCES, FloatArray, Sweep
+from ..kernels.sweep import SOURCES, FloatArray, IntArray, Sweep
 from .profile_grid import SPLIT_CHUNK_TOKENS, ProfileGrid
 
 #: A part that its difference says is free, or less, costs this share of the iteration that it was measured in.
@@ -28,6 +28,7 @@ LEAST_SHARE = 1e-6
 FACTOR_STD = 0.25
 LARGEST_FACTOR = 2.0
 ALIKE_ITERATIONS = 10
+LEVEL_ROUNDS = 10
 
 _MEASURED, _DERIVED = SOURCES.index("measured"), SOURCES.index("derived")
 
@@ -36,10 +37,11 @@ Samples = Mapping[IterationShape, Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class TimedIteration:
-    """One iteration of an engine run: what it held, and its duration on the engine's clock."""
+    """One iteration of the profile's engine run number ``run``: what it held, and its duration on the engine's clock."""
 
     shape: IterationShape
     duration_ms: float
+    run: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +90,13 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
     prefill attention, and what decode attention takes beyond the shortest context, which is the reading of the KV cache
     (the rest of it goes with the fixed part); and the three factors.
 
-    Least squares of measured ÷ predicted, weighted by what is predicted, so that sums of durations come out right,
-    against a prior around 1.0 that is as strong as these ratios are noisy; iterations three times off the table are
-    left out.
+    Least squares of measured ÷ predicted, weighted by what is predicted, against a prior around 1.0 that is as strong
+    as these ratios are noisy; iterations three times off the table are left out. A machine may have been slow during
+    one run and quick during another, whose batches are others: the factors are told apart by what differs within runs,
+    and only their level by all runs together, so that the sum of all durations comes out right.
     """
-    rows, ratios, weights, names = [], [], [], ("token_wise", "prefill_attention", "decode_attention")
+    rows, ratios, weights, owners = [], [], [], []
+    names = ("token_wise", "prefill_attention", "decode_attention")
     for run in runs:
         parts = table.iteration(run.shape).parts_ms
         prefill_ms, reading_ms = parts.get("prefill_attention", 0.0), 0.0
@@ -105,14 +109,10 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
             rows.append(np.array([total_ms - prefill_ms - reading_ms, prefill_ms, reading_ms]) / total_ms)
             ratios.append(ratio)
             weights.append(total_ms)
+            owners.append(run.run)
     if not rows:
         return table, dict.fromkeys(names, 1.0)
-    shares, measured = np.array(rows), np.array(ratios)
-    weight = np.sqrt(np.array(weights) / np.mean(weights))
-    shares, measured = shares * weight[:, None], measured * weight
-    freely = _factors(shares, measured, pull=1e-3)
-    noise = max(0.02, float(np.median(np.abs(shares @ freely - measured))))
-    factors = _factors(shares, measured, pull=noise * np.sqrt(ALIKE_ITERATIONS) / FACTOR_STD)
+    factors = _factors(np.array(rows), np.array(ratios), np.array(weights), np.array(owners))
     fixed, prefill, decode = factors.tolist()
     # Where noise has made a longer context cheaper than the shortest, nothing of it is reading.
     rest_ms = np.minimum(table.decode.latency_ms, table.decode.latency_ms[:, :1])
@@ -131,12 +131,30 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
     ), dict(zip(names, factors.tolist(), strict=True))
 
 
-def _factors(shares: FloatArray, measured: FloatArray, *, pull: float) -> FloatArray:
-    """Factors of the columns whose rows then add up to ``measured``, each drawn to 1.0 as if by a row of ``pull``."""
-    num_parts = shares.shape[1]
-    left = np.vstack([shares, pull * np.eye(num_parts)])
-    right = np.concatenate([measured, np.full(num_parts, pull)])
-    solution, *_ = np.linalg.lstsq(left, right, rcond=None)
+def _factors(shares: FloatArray, ratios: FloatArray, weights: FloatArray, owners: IntArray) -> FloatArray:
+    """Factors of the columns of ``shares`` ``[iterations, parts]`` by which rows add up to ``ratios``, up to a level
+    of each owner's own; then times the level of all."""
+    _, owners = np.unique(owners, return_inverse=True)
+    sizes = np.bincount(owners, weights)
+    root = np.sqrt(weights / weights.mean())
+    factors = np.ones(shares.shape[1])
+    level = 1.0
+    for _ in range(LEVEL_ROUNDS):
+        expected = shares @ factors
+        of_runs = np.bincount(owners, weights * ratios) / np.bincount(owners, weights * expected)
+        level = float((of_runs * sizes).sum() / sizes.sum())
+        left, right = shares * root[:, None], ratios / of_runs[owners] * root
+        noise = max(0.02, float(np.median(np.abs(left @ factors - right))))
+        factors = _drawn_to_one(left, right, pull=noise * np.sqrt(ALIKE_ITERATIONS) / FACTOR_STD)
+    found: FloatArray = np.clip(factors * level, 1 / LARGEST_FACTOR, LARGEST_FACTOR)
+    return found
+
+
+def _drawn_to_one(left: FloatArray, right: FloatArray, *, pull: float) -> FloatArray:
+    """The least squares solution, each unknown drawn to 1.0 as if by a row of ``pull``."""
+    num_parts = left.shape[1]
+    matrix = np.vstack([left, pull * np.eye(num_parts)])
+    solution, *_ = np.linalg.lstsq(matrix, np.concatenate([right, np.full(num_parts, pull)]), rcond=None)
     factors: FloatArray = np.clip(solution, 1 / LARGEST_FACTOR, LARGEST_FACTOR)
     return factors
 

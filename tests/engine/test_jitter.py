@@ -31,7 +31,8 @@ def paused(profile: Profile, pause_ms: float, share: float) -> list[TimedIterati
     for tokens in random.integers(1, 600, 4000).tolist():
         shape = IterationShape(chunks=((tokens, 0),))
         held_ms = pause_ms if random.random() < share else 0.0
-        runs.append(TimedIteration(shape=shape, duration_ms=profile.table.iteration(shape).latency_ms + held_ms))
+        duration_ms = profile.table.iteration(shape).latency_ms + held_ms
+        runs.append(TimedIteration(shape=shape, duration_ms=duration_ms, run=0))
     return runs
 
 

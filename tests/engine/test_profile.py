@@ -148,12 +148,27 @@ def test_factors_of_whole_runs_are_found() -> None:
         parts = table.iteration(shape).parts_ms
         attention = parts["prefill_attention"], parts.get("decode_attention", 0.0)
         duration_ms = 0.9 * (sum(parts.values()) - sum(attention)) + 1.2 * attention[0] + 1.5 * attention[1]
-        runs.append(TimedIteration(shape=shape, duration_ms=duration_ms))
+        runs.append(TimedIteration(shape=shape, duration_ms=duration_ms, run=0))
     scaled, factors = calibrate(table, runs)
     assert list(factors.values()) == pytest.approx([0.9, 1.2, 1.5], rel=0.05)
     for run in runs[:20]:
         assert scaled.iteration(run.shape).latency_ms == pytest.approx(run.duration_ms, rel=0.02)
     assert calibrate(table, [])[0] is table
+
+
+def test_a_slow_minute_during_one_run_is_not_taken_for_a_dear_part() -> None:
+    """Prefills alone in a slow minute, decodes alone in a quick one: nothing tells their parts apart, and the sum of all
+    durations is right."""
+    table = measure_profile(CostDevice(), MODEL, LIMITS, time_limit_s=30).table
+    prefill = IterationShape(chunks=((512, 256),))
+    decode = IterationShape(num_decodes=16, decode_kv_tokens=16 * 700, num_logits=16)
+    durations_ms = {shape: table.iteration(shape).latency_ms for shape in (prefill, decode)}
+    runs = [TimedIteration(shape=prefill, duration_ms=1.3 * durations_ms[prefill], run=0)] * 50
+    runs += [TimedIteration(shape=decode, duration_ms=0.8 * durations_ms[decode], run=1)] * 200
+    scaled, factors = calibrate(table, runs)
+    assert max(factors.values()) / min(factors.values()) < 1.05
+    predicted_ms = sum(scaled.iteration(run.shape).latency_ms for run in runs)
+    assert predicted_ms == pytest.approx(sum(run.duration_ms for run in runs), rel=0.02)
 
 
 def test_the_real_executor_is_profiled_whole_runs_included(tmp_path: Path) -> None:
