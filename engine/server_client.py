@@ -219,7 +219,10 @@ class _Replay:
 
 
 def _body(call: CompletionCall, model: str) -> bytes:
-    """The JSON of one request: exactly ``output_tokens`` tokens, greedily, with usage in every event where offered."""
+    """The JSON of one request: exactly ``output_tokens`` tokens, greedily, with usage at the end where offered.
+
+    Not with usage in every event: vLLM offers that, but on a CPU it made its tokens 15 to 25% slower.
+    """
     return json.dumps(
         {
             "model": model,
@@ -229,7 +232,7 @@ def _body(call: CompletionCall, model: str) -> bytes:
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "stream_options": {"include_usage": True},
         },
         separators=(",", ":"),
     ).encode()

@@ -2,8 +2,9 @@
 
 An event is one ``data:`` line of the stream with generated text. It counts the tokens that the server says it brings:
 the growth of ``usage.completion_tokens`` where usage comes with every event, else the length of its ``token_ids``, else
-one; an event that has no text and only says why the stream ends brings none. Where events were not counted by the
-server and its final usage disagrees, that total is dealt evenly over them.
+one; an event that has no text and only says why the stream ends brings none, unless the final usage counts one more
+(a last token may have no text). Where events were not counted by the server and its final usage disagrees, that total is
+dealt evenly over them.
 
 The rule for several tokens in one event: they are spread evenly over the time since the event before, the last of them
 at the event's own time. All tokens of a first event arrive with it. So with one token an event, TBT is exactly the gap
@@ -29,7 +30,16 @@ class TokenStream:
     count, None where it gave none; ``finish_reason`` its word on why it ended.
     """
 
-    __slots__ = ("_pending", "_uncounted", "done", "event_s", "event_tokens", "finish_reason", "output_tokens")
+    __slots__ = (
+        "_closing_s",
+        "_pending",
+        "_uncounted",
+        "done",
+        "event_s",
+        "event_tokens",
+        "finish_reason",
+        "output_tokens",
+    )
 
     def __init__(self) -> None:
         self.event_s: list[float] = []
@@ -39,6 +49,7 @@ class TokenStream:
         self.done = False
         self._pending = b""
         self._uncounted = False  # whether any event came without a count
+        self._closing_s: float | None = None  # when an event came that only says why the stream ends
 
     def feed(self, data: bytes, now_s: float) -> list[float]:
         """Take in bytes that were read at ``now_s``; returns the gaps between tokens (seconds) that they end.
@@ -54,12 +65,11 @@ class TokenStream:
             if payload == b"[DONE]":
                 self.done = True
                 continue
-            num_tokens = self._read(payload)
+            num_tokens = self._read(payload, now_s)
             if num_tokens > 0:
-                if self.event_s:
-                    gaps_s += [(now_s - self.event_s[-1]) / num_tokens] * num_tokens
-                self.event_s.append(now_s)
-                self.event_tokens.append(num_tokens)
+                gaps_s += self._add(now_s, num_tokens)
+            elif self._closing_s is not None and self.output_tokens == sum(self.event_tokens) + 1:
+                gaps_s += self._add(self._closing_s, 1)
         return gaps_s
 
     @property
@@ -81,7 +91,13 @@ class TokenStream:
         """Seconds between events, however many tokens they bring: what ``vllm bench serve`` calls ITL."""
         return np.diff(np.array(self.event_s))
 
-    def _read(self, payload: bytes) -> int:
+    def _add(self, now_s: float, num_tokens: int) -> list[float]:
+        gaps_s = [(now_s - self.event_s[-1]) / num_tokens] * num_tokens if self.event_s else []
+        self.event_s.append(now_s)
+        self.event_tokens.append(num_tokens)
+        return gaps_s
+
+    def _read(self, payload: bytes, now_s: float) -> int:
         """Tokens that one event brings."""
         try:
             event = json.loads(payload)
@@ -104,7 +120,8 @@ class TokenStream:
         if isinstance(choice.get("token_ids"), list):
             return len(choice["token_ids"])
         if choice.get("finish_reason") and not choice.get("text"):
-            return 0  # it only says why the stream ends
+            self._closing_s = now_s
+            return 0
         self._uncounted = True
         return 1
 

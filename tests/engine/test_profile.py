@@ -157,8 +157,8 @@ def test_factors_of_whole_runs_are_found() -> None:
 
 
 def test_a_slow_minute_during_one_run_is_not_taken_for_a_dear_part() -> None:
-    """Prefills alone in a slow minute, decodes alone in a quick one: nothing tells their parts apart, and the sum of all
-    durations is right."""
+    """Prefills alone in a slow minute, decodes alone in a quick one: nothing tells their parts apart, and the sum of
+    all durations is right."""
     table = measure_profile(CostDevice(), MODEL, LIMITS, time_limit_s=30).table
     prefill = IterationShape(chunks=((512, 256),))
     decode = IterationShape(num_decodes=16, decode_kv_tokens=16 * 700, num_logits=16)

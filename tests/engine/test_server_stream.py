@@ -65,6 +65,14 @@ def test_an_event_that_only_ends_the_stream_brings_no_token() -> None:
     assert stream.finish_reason == "length"
 
 
+def test_a_last_token_without_text_counts_when_the_final_usage_does() -> None:
+    stream = fed(
+        (event(), 1.0), (event(), 2.0), (event("", finish_reason="length"), 2.5), (final_usage(3), 2.6)
+    )  # fmt: skip
+    assert stream.token_times().tolist() == [1.0, 2.0, 2.5]
+    assert stream.event_gaps().tolist() == [1.0, 0.5]
+
+
 def test_an_event_without_text_counts_when_the_server_says_so() -> None:
     """vLLM without a tokenizer sends empty text."""
     stream = fed((event("", completed=1), 1.0), (event("", completed=2, finish_reason="length"), 2.0))
