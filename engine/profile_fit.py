@@ -37,7 +37,7 @@ Samples = Mapping[IterationShape, Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class TimedIteration:
-    """One iteration of the profile's engine run number ``run``: what it held, and what it took on the engine's clock."""
+    """One iteration of the profile's engine run number ``run``: what it held, and what it took on that engine."""
 
     shape: IterationShape
     duration_ms: float

@@ -3,8 +3,8 @@
 An event is one ``data:`` line of the stream with generated text. It counts the tokens that the server says it brings:
 the growth of ``usage.completion_tokens`` where usage comes with every event, else the length of its ``token_ids``, else
 one; an event that has no text and only says why the stream ends brings none, unless the final usage counts one more
-(a last token may have no text). Where events were not counted by the server and its final usage disagrees, that total is
-dealt evenly over them.
+(a last token may have no text). Where events were not counted by the server and its final usage disagrees, that total
+is dealt evenly over them.
 
 The rule for several tokens in one event: they are spread evenly over the time since the event before, the last of them
 at the event's own time. All tokens of a first event arrive with it. So with one token an event, TBT is exactly the gap
