@@ -1,6 +1,6 @@
 """Our figures of a server beside those of ``vllm bench serve``, for the same load on the same server, in turn.
 
-    python -P benchmarks/server_agreement.py --vllm .../bin/vllm --json
+    python benchmarks/server_agreement.py --vllm .../bin/vllm --json
 
 Starts vLLM on a small random checkpoint (or takes the server at ``--base-url``), then measures it with both clients,
 interleaved and in alternating order, ``--repeats`` times: as many requests of the same lengths, all at once or at fixed
