@@ -23,7 +23,7 @@ import os
 import platform
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import combinations
@@ -45,6 +45,7 @@ from tilebudget.engine import (
 )
 from tilebudget.engine.device import device_name
 from tilebudget.engine.distributed_executor import PipelineExecutor, distributed_executor
+from tilebudget.engine.executor import DeviceWrapper
 from tilebudget.engine.model_config import PRESETS, ModelConfig
 from tilebudget.engine.modelled_pipeline import Link, ModelledPipeline
 from tilebudget.engine.partition import Partition
@@ -68,7 +69,7 @@ MODEL = replace(
 )
 
 
-class OneAtATime:
+class OneAtATime(DeviceWrapper):
     """A pipeline in virtual time whose stages are real and work alone.
 
     ``submit`` sends a micro-batch through the stages of ``inner`` with nothing else in flight, and lets it enter a
@@ -76,27 +77,16 @@ class OneAtATime:
     one, and told the first stage.
     """
 
-    virtual_time = True
-    needs_token_ids = True
-
     def __init__(self, inner: PipelineExecutor) -> None:
+        super().__init__(inner)
+        self.virtual_time = True
         self.inner = inner
         self.num_stages = inner.num_stages
-        self.max_position = inner.max_position
-        self.vocab_size = inner.vocab_size
         self._in_flight: deque[PipelinedStepResult] = deque()
-
-    def describe(self) -> Mapping[str, str | int | float]:
-        """That of the real one."""
-        return self.inner.describe()
-
-    def default_num_kv_blocks(self, config: EngineConfig) -> int:
-        """That of the real one."""
-        return self.inner.default_num_kv_blocks(config)
 
     def start(self, config: EngineConfig, kv: BlockManager) -> None:
         """Warm the stages up; all are free at 0."""
-        self.inner.start(config, kv)
+        super().start(config, kv)
         self._clock = PipelineClock(self.num_stages)
         self._in_flight.clear()
         self._news_s = 0.0  # from the end of a micro-batch to the host's knowing

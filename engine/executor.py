@@ -68,24 +68,32 @@ class Executor(Device, Protocol):
         """Run one iteration. The sequences of ``batch`` are not changed."""
 
 
-class ExecutorWrapper:
-    """An ``Executor`` that passes everything on to another one: for those that add something to it."""
+class DeviceWrapper:
+    """A ``Device`` that passes everything on to another one, of which its executor runs the batches in its own way."""
 
-    def __init__(self, inner: Executor) -> None:
-        self.inner = inner
+    def __init__(self, inner: Device) -> None:
+        self._device = inner
         self.virtual_time = inner.virtual_time
         self.needs_token_ids = inner.needs_token_ids
         self.max_position = inner.max_position
         self.vocab_size = inner.vocab_size
 
     def describe(self) -> Mapping[str, str | int | float]:
-        return self.inner.describe()
+        return self._device.describe()
 
     def default_num_kv_blocks(self, config: EngineConfig) -> int:
-        return self.inner.default_num_kv_blocks(config)
+        return self._device.default_num_kv_blocks(config)
 
     def start(self, config: EngineConfig, kv: BlockManager) -> None:
-        self.inner.start(config, kv)
+        self._device.start(config, kv)
+
+
+class ExecutorWrapper(DeviceWrapper):
+    """An ``Executor`` that passes everything on to another one: for those that add something to it."""
+
+    def __init__(self, inner: Executor) -> None:
+        super().__init__(inner)
+        self.inner = inner
 
     def execute(self, batch: Batch) -> StepResult:
         return self.inner.execute(batch)

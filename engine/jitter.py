@@ -6,19 +6,17 @@ clock that fell. Without them a budget whose iterations all have the same size w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
-from ..kernels.latency import LatencyTable
 from ..kernels.sweep import FloatArray
 from .config import EngineConfig
 from .executor import ExecutorWrapper, StepResult
 from .kv_cache import BlockManager
 from .modelled_executor import ModelledExecutor
-from .profile_fit import TimedIteration
 from .request import Batch
 
 #: Iterations that a class of durations has at least, and classes at most: a pause of some milliseconds is much to a
@@ -38,14 +36,13 @@ class Jitter:
     ratios: FloatArray
 
     @classmethod
-    def of(cls, table: LatencyTable, runs: Sequence[TimedIteration]) -> Self | None:
-        """The scatter of ``runs`` around ``table``; None where there are too few of them to tell."""
-        num_classes = min(MAX_CLASSES, len(runs) // MIN_ITERATIONS)
+    def of(cls, predicted_ms: FloatArray, measured_ms: FloatArray) -> Self | None:
+        """The scatter of iterations around what was predicted of them; None where there are too few to tell."""
+        num_classes = min(MAX_CLASSES, len(predicted_ms) // MIN_ITERATIONS)
         if not num_classes:
             return None
-        predicted_ms = np.array([table.iteration(run.shape).latency_ms for run in runs])
         order = np.argsort(predicted_ms, kind="stable")
-        ratios = (np.array([run.duration_ms for run in runs]) / predicted_ms)[order]
+        ratios = (measured_ms / predicted_ms)[order]
         classes = np.array_split(ratios, num_classes)
         ends = np.cumsum([len(one) for one in classes])[:-1]
         levels = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS
@@ -73,5 +70,5 @@ class JitteredExecutor(ExecutorWrapper):
 
     def execute(self, batch: Batch) -> StepResult:
         predicted_s = self.inner.execute(batch).model_s
-        place = sum(predicted_s > edge_s for edge_s in self._edges_s)
+        place = bisect_left(self._edges_s, predicted_s)
         return StepResult(predicted_s * self._ratios[place][int(self._random.integers(NUM_LEVELS))])

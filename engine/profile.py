@@ -26,7 +26,7 @@ from .model_config import ModelConfig
 from .modelled_executor import ModelledExecutor
 from .presets import preset_workload
 from .profile_file import Measurements, read_measurements, save_profile
-from .profile_fit import Subject, TimedIteration, calibrate, fit_table, median_error
+from .profile_fit import Subject, TimedIteration, calibrate, fit_table, predict_runs
 from .profile_grid import ProfileGrid
 from .profile_timer import IterationTimer, loop_overhead_ms
 from .request import Batch, Workload
@@ -257,7 +257,8 @@ class _Profiler:
     def _finish(self) -> Profile:
         table = fit_table(self.done.samples, self.grid, self.subject)
         table, factors = calibrate(table, self.done.runs)
-        error = median_error(table, self.done.runs) if self.done.runs else None
+        predicted_ms, measured_ms = predict_runs(table, self.done.runs)
+        error = float(np.median(np.abs(predicted_ms / measured_ms - 1.0))) if self.done.runs else None
         if error is not None:
             scales = ", ".join(f"{name} {factor:.3f}" for name, factor in factors.items())
             note = (
@@ -274,7 +275,7 @@ class _Profiler:
             num_run_iterations=len(self.done.runs),
             factors=factors,
             median_error=error,
-            jitter=Jitter.of(table, self.done.runs),
+            jitter=Jitter.of(predicted_ms, measured_ms),
         )
 
 

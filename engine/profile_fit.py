@@ -159,10 +159,10 @@ def _drawn_to_one(left: FloatArray, right: FloatArray, *, pull: float) -> FloatA
     return factors
 
 
-def median_error(table: LatencyTable, runs: Sequence[TimedIteration]) -> float:
-    """Median of |predicted / measured - 1| over iterations; NaN where there are none."""
-    errors = [abs(table.iteration(run.shape).latency_ms / run.duration_ms - 1.0) for run in runs]
-    return float(np.median(errors)) if errors else float("nan")
+def predict_runs(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[FloatArray, FloatArray]:
+    """Milliseconds of each iteration: what the table says, and what it took."""
+    predicted_ms = np.array([table.iteration(run.shape).latency_ms for run in runs])
+    return predicted_ms, np.array([run.duration_ms for run in runs])
 
 
 @dataclass(frozen=True, kw_only=True)

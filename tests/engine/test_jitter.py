@@ -12,8 +12,9 @@ from tilebudget.engine.jitter import Jitter, JitteredExecutor
 from tilebudget.engine.model_config import PRESETS
 from tilebudget.engine.modelled_executor import ModelledExecutor
 from tilebudget.engine.profile import Profile, measure_profile, modelled_as
-from tilebudget.engine.profile_fit import TimedIteration
+from tilebudget.engine.profile_fit import TimedIteration, predict_runs
 from tilebudget.kernels.latency import IterationShape
+from tilebudget.kernels.sweep import FloatArray
 
 MODEL = PRESETS["tiny-llama"]
 LIMITS = EngineConfig(token_budget=1024, max_num_seqs=16, max_model_len=1024)
@@ -24,8 +25,8 @@ def profile() -> Profile:
     return measure_profile(CostDevice(), MODEL, LIMITS, time_limit_s=30)
 
 
-def paused(profile: Profile, pause_ms: float, share: float) -> list[TimedIteration]:
-    """Iterations of 1 to 600 tokens, of which a share was held up."""
+def paused(profile: Profile, pause_ms: float, share: float) -> tuple[FloatArray, FloatArray]:
+    """Iterations of 1 to 600 tokens, of which a share was held up: predicted and measured."""
     random = np.random.default_rng(1)
     runs = []
     for tokens in random.integers(1, 600, 4000).tolist():
@@ -33,11 +34,11 @@ def paused(profile: Profile, pause_ms: float, share: float) -> list[TimedIterati
         held_ms = pause_ms if random.random() < share else 0.0
         duration_ms = profile.table.iteration(shape).latency_ms + held_ms
         runs.append(TimedIteration(shape=shape, duration_ms=duration_ms, run=0))
-    return runs
+    return predict_runs(profile.table, runs)
 
 
 def test_a_pause_is_much_to_a_short_iteration_and_little_to_a_long_one(profile: Profile) -> None:
-    jitter = Jitter.of(profile.table, paused(profile, pause_ms=10.0, share=0.05))
+    jitter = Jitter.of(*paused(profile, pause_ms=10.0, share=0.05))
     assert jitter is not None
     assert np.median(jitter.ratios, axis=1).tolist() == pytest.approx([1.0] * len(jitter.ratios))
     tails = np.quantile(jitter.ratios, 0.97, axis=1)
@@ -47,7 +48,7 @@ def test_a_pause_is_much_to_a_short_iteration_and_little_to_a_long_one(profile: 
 
 
 def test_runs_get_the_tail_and_the_same_one_every_time(profile: Profile) -> None:
-    jitter = Jitter.of(profile.table, paused(profile, pause_ms=10.0, share=0.05))
+    jitter = Jitter.of(*paused(profile, pause_ms=10.0, share=0.05))
     assert jitter is not None
     workload = preset_workload("azure-conv", num_requests=24, seed=3, max_model_len=1024)
     config = replace(LIMITS, token_budget=64)
@@ -67,4 +68,4 @@ def test_runs_get_the_tail_and_the_same_one_every_time(profile: Profile) -> None
 def test_a_profile_without_runs_has_no_jitter_to_model(profile: Profile) -> None:
     assert profile.jitter is None
     assert isinstance(modelled_as(profile, MODEL), ModelledExecutor)
-    assert Jitter.of(profile.table, paused(profile, 1.0, 0.5)[:99]) is None
+    assert Jitter.of(*(times_ms[:99] for times_ms in paused(profile, 1.0, 0.5))) is None

@@ -13,7 +13,6 @@ from made_up_table import MODEL, make_table
 from tilebudget.engine import (
     POLICY_NAMES,
     Batch,
-    BlockManager,
     Engine,
     EngineConfig,
     OutOfMemoryError,
@@ -21,29 +20,22 @@ from tilebudget.engine import (
     StepResult,
     Workload,
 )
+from tilebudget.engine.executor import ExecutorWrapper
 from tilebudget.engine.model_config import ModelConfig
 from tilebudget.engine.modelled_executor import ModelledExecutor
 from tilebudget.kernels.latency import IterationShape
 
 
-class OneByOne:
+class OneByOne(ExecutorWrapper):
     """The same executor with its ``decode_run_s`` hidden, so that the engine iterates one by one."""
 
-    virtual_time = True
-    needs_token_ids = False
-
     def __init__(self, inner: ModelledExecutor) -> None:
-        self.inner = inner
-        self.max_position, self.vocab_size = inner.max_position, inner.vocab_size
-        self.describe, self.default_num_kv_blocks = inner.describe, inner.default_num_kv_blocks
+        super().__init__(inner)
         self.num_calls = 0
-
-    def start(self, config: EngineConfig, kv: BlockManager) -> None:
-        self.inner.start(config, kv)
 
     def execute(self, batch: Batch) -> StepResult:
         self.num_calls += 1
-        return self.inner.execute(batch)
+        return super().execute(batch)
 
 
 def make_workload(rows: list[tuple[float, int, int]]) -> Workload:
