@@ -2,13 +2,15 @@
 
 Decodes and prompt chunks take different ways:
 
-- All decodes together read the pages *where they are*: each page is scored against the query of its owner in one
-  batched matrix product over the pool, and the pages of a sequence are combined by their log-sum-exp (split-KV, as
-  FlashDecoding has it). No copy of the cache, no loop over requests, any block table.
+- All decodes together read the pages *where they are*: each page is scored against the query of its owner in batched
+  matrix products over stretches of the pool, and the pages of a sequence are combined by their log-sum-exp (split-KV,
+  as FlashDecoding has it). No copy of the cache, no loop over requests, any block table.
 - Each chunk attends to its own keys, or, when it has a prefix, to a gathered copy of its pages.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,8 +20,11 @@ from torch import Tensor
 from .kv_pages import LayerPages
 from .model_input import Int64Array, Spans
 
-#: Below this share of owned pages in the span of the pool that decodes touch, the pages are copied out instead: a
-#: copy moves about 2.5 times the bytes of reading in place.
+#: Tokens of foreign pages that decodes rather read over than skip: about what one more matrix product costs.
+GAP_TOKENS = 256
+
+#: Below this share of owned pages in what reading in place costs, the pages are copied out instead: a copy moves about
+#: 2.5 times the bytes of reading in place.
 MIN_IN_PLACE_SHARE = 0.4
 
 #: Query rows per attention call on a CPU, whose kernel skips masked keys only between calls: a chunk's first tile
@@ -50,10 +55,10 @@ class DecodeAttention:
         held = np.arange(int(num_pages.max())) < num_pages[:, None]
         table = spans.blocks[:count, : held.shape[1]].astype(np.int64)
         pages = table[held]  # in order of owner
-        low, high = int(pages.min()), int(pages.max()) + 1
-        in_place = len(pages) >= MIN_IN_PLACE_SHARE * (high - low)
-        local = pages - low if in_place else np.arange(len(pages))
-        num_scored = high - low if in_place else len(pages)
+        stretches = _Stretches.of(pages, max(1, GAP_TOKENS // block_size))
+        in_place = len(pages) >= MIN_IN_PLACE_SHARE * stretches.cost_pages
+        local = stretches.place_of(pages) if in_place else np.arange(len(pages))
+        num_scored = stretches.num_pages if in_place else len(pages)
 
         first = np.cumsum(num_pages) - num_pages
         # Pages of nobody (free, or a prompt in the making) get scored too, by owner 0, and are then left out.
@@ -70,7 +75,7 @@ class DecodeAttention:
         self._mask = np.zeros((num_scored, 1, block_size), dtype=np.float32)
         self._mask_tails(spans)
 
-        self._span = slice(low, high) if in_place else None
+        self._stretches = stretches.slices() if in_place else [(slice(None), slice(None))]
         self._pages = None if in_place else torch.from_numpy(pages).to(device)
         self._owned = torch.from_numpy(local).to(device)
         self._first = torch.from_numpy(first).to(device)
@@ -100,18 +105,17 @@ class DecodeAttention:
 
     def __call__(self, q: Tensor, cache: LayerPages) -> Tensor:
         """Attention output ``[num decodes, num_heads * head_dim]`` for q ``[num decodes, num_heads, head_dim]``."""
-        if self._span is not None:
-            keys, values = cache.keys[self._span], cache.values[self._span]
-        else:
-            assert self._pages is not None
-            keys, values = cache.keys.index_select(0, self._pages), cache.values.index_select(0, self._pages)
-        num_pages, num_kv_heads, head_dim, block_size = keys.shape
-        num_heads = q.shape[1]
-        by_group = (num_pages * num_kv_heads, num_heads // num_kv_heads)
-        by_head = (num_pages, num_heads)
+        keys, values = cache.keys, cache.values
+        if self._pages is not None:
+            keys, values = keys.index_select(0, self._pages), values.index_select(0, self._pages)
+        num_kv_heads, head_dim, block_size = keys.shape[1:]
+        num_pages, num_heads = len(self._owner), q.shape[1]
+        group, by_head = num_heads // num_kv_heads, (num_pages, num_heads)
 
-        queries = q.reshape(self._count, -1).index_select(0, self._owner).view(*by_group, head_dim)
-        scores = torch.bmm(queries, keys.view(-1, head_dim, block_size)).view(*by_head, block_size)
+        queries = q.reshape(self._count, -1).index_select(0, self._owner).view(num_pages, num_kv_heads, group, head_dim)
+        scores = torch.empty((num_pages, num_kv_heads, group, block_size), dtype=q.dtype, device=q.device)
+        self._bmm(queries, keys, scores)
+        scores = scores.view(*by_head, block_size)
         scores = torch.add(self._tail_mask, scores, alpha=head_dim**-0.5)  # in fp32
         # log_softmax is score - lse, so its first column gives every page's lse in one fused pass; the first token
         # of a page is never masked.
@@ -119,9 +123,64 @@ class DecodeAttention:
         split = page_lse.index_select(0, self._page_of.view(-1)).view(*self._page_of.shape, num_heads)
         lse = split.masked_fill_(self._missing, float("-inf")).logsumexp(1)
         weights = scores.sub_(lse.index_select(0, self._owner).unsqueeze(-1)).exp_()
-        mixed = torch.bmm(weights.to(q.dtype).view(*by_group, block_size), values.view(-1, block_size, head_dim))
+        mixed = torch.empty((num_pages, num_kv_heads, group, head_dim), dtype=q.dtype, device=q.device)
+        self._bmm(weights.to(q.dtype).view(num_pages, num_kv_heads, group, block_size), values, mixed)
         # Sums the pages of each owner: an embedding bag is torch's fast ragged sum.
         return F.embedding_bag(self._owned, mixed.view(num_pages, -1), self._first, mode="sum")
+
+    def _bmm(self, rows: Tensor, pool: Tensor, out: Tensor) -> None:
+        """``rows @ pages`` for every scored page and KV head, into ``out``."""
+        for here, there in self._stretches:
+            torch.bmm(
+                rows[here].view(-1, *rows.shape[2:]),
+                pool[there].view(-1, *pool.shape[2:]),
+                out=out[here].view(-1, *out.shape[2:]),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stretches:
+    """Stretches of the pool that hold given pages and little else, ascending; int64 ``[stretches]`` each: their first
+    pages, those after their last, and the place of their first one when all stretches lie end to end."""
+
+    starts: Int64Array
+    stops: Int64Array
+    places: Int64Array
+    max_gap: int
+
+    @classmethod
+    def of(cls, pages: Int64Array, max_gap: int) -> _Stretches:
+        """Those of ``pages``: a gap of more than ``max_gap`` foreign pages parts two stretches."""
+        ordered = np.sort(pages)
+        parted = np.flatnonzero(ordered[1:] - ordered[:-1] > max_gap + 1)
+        starts = ordered[np.concatenate([[0], parted + 1])]
+        stops = ordered[np.concatenate([parted, [-1]])] + 1
+        sizes = stops - starts
+        return cls(starts=starts, stops=stops, places=np.cumsum(sizes) - sizes, max_gap=max_gap)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all stretches, foreign ones too."""
+        return int(self.places[-1] + self.stops[-1] - self.starts[-1])
+
+    @property
+    def cost_pages(self) -> int:
+        """What reading them costs, as so many pages in one stretch."""
+        return self.num_pages + self.max_gap * (len(self.starts) - 1)
+
+    def place_of(self, pages: Int64Array) -> Int64Array:
+        """The place of each page when all stretches lie end to end."""
+        shifts = self.places - self.starts
+        if len(shifts) == 1:
+            return pages + shifts[0]
+        return pages + shifts[np.searchsorted(self.stops, pages, side="right")]
+
+    def slices(self) -> list[tuple[slice, slice]]:
+        """Of each stretch its places and its pages."""
+        return [
+            (slice(place, place + stop - start), slice(start, stop))
+            for place, start, stop in zip(self.places.tolist(), self.starts.tolist(), self.stops.tolist(), strict=True)
+        ]
 
 
 def _num_pages(spans: Spans) -> Int64Array:

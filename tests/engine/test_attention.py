@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tilebudget.engine import attention
 from tilebudget.engine.attention import TILE_ROWS, PagedAttention, attention_ref, causal_band
 from tilebudget.engine.kv_pages import KVPages
 from tilebudget.engine.model_input import Spans
@@ -28,17 +29,19 @@ def run(
     num_kv_heads: int = 2,
     block_size: int = 4,
     num_blocks: int | None = None,
-    shuffled: bool = True,
+    order: list[int] | None = None,
     dtype: torch.dtype = torch.float32,
     banded: bool = True,
     q_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one batch (decodes are the leading one-row sequences) and the reference's."""
+    """Attention of one batch (decodes are the leading one-row sequences) and the reference's. Sequences take
+    their pages in ``order``; by default a random one."""
     rng = np.random.default_rng(3)
     generator = torch.Generator().manual_seed(5)
     needed = [-(-length // block_size) for length in kv_lens]
     num_blocks = num_blocks or sum(needed) + 3
-    order = rng.permutation(num_blocks) if shuffled else np.arange(num_blocks)
+    if order is None:
+        order = rng.permutation(num_blocks).tolist()
     blocks = np.zeros((len(kv_lens), max(needed)), dtype=np.int32)
     taken = 0
     for place, count in enumerate(needed):
@@ -127,6 +130,31 @@ def test_decodes_in_a_dense_and_in_a_sparse_pool(num_blocks: int, monkeypatch: p
     got, expected = run(kv_lens=[13, 22, 4, 31], num_rows=[1, 1, 1, 1], num_blocks=num_blocks)
     assert_near(got, expected)
     assert (4 in copied) == (num_blocks == 400)  # only pages have four dimensions
+
+
+@pytest.mark.parametrize(
+    ("order", "num_products"),
+    [
+        ([*range(4), *range(300, 306), 306, *range(30, 38)], 3),  # three stretches, the last before the middle one
+        ([*range(4), *range(10, 16), 9, *range(20, 28)], 1),  # gaps not worth a product
+        ([*range(0, 190, 10)], 1),  # copied out
+    ],
+)
+def test_decodes_leave_out_wide_gaps_between_their_pages(
+    order: list[int], num_products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "GAP_TOKENS", 32)
+    products = []
+    bmm = torch.bmm
+
+    def count(*tensors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        products.append(len(out))
+        return bmm(*tensors, out=out)
+
+    monkeypatch.setattr(torch, "bmm", count)
+    got, expected = run(kv_lens=[13, 22, 4, 31], num_rows=[1, 1, 1, 1], num_blocks=310, order=order)
+    assert_near(got, expected)
+    assert len(products) == 2 * num_products  # with keys and with values
 
 
 @pytest.mark.parametrize("rows", [2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 2 * TILE_ROWS + 7])
