@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from ..kernels.sweep import FloatArray
+from ..kernels.sweep import FloatArray, IntArray
 from .config import EngineConfig
 from .executor import ExecutorWrapper, StepResult
 from .kv_cache import BlockManager
@@ -29,20 +29,25 @@ NUM_LEVELS = 400
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Jitter:
-    """Measured ÷ predicted durations of iterations: ``ratios`` ``[classes, NUM_LEVELS]`` at evenly spaced levels, by
-    class of predicted durations, whose upper ends in ms, but for the last one's, are ``edges_ms`` ``[classes - 1]``."""
+    """Measured ÷ predicted durations of iterations within their runs: ``ratios`` ``[classes, NUM_LEVELS]`` at evenly
+    spaced levels, by class of predicted durations, whose upper ends in ms, but for the last one's, are ``edges_ms``
+    ``[classes - 1]``."""
 
     edges_ms: FloatArray
     ratios: FloatArray
 
     @classmethod
-    def of(cls, predicted_ms: FloatArray, measured_ms: FloatArray) -> Self | None:
-        """The scatter of iterations around what was predicted of them; None where there are too few to tell."""
+    def of(cls, predicted_ms: FloatArray, measured_ms: FloatArray, runs: IntArray) -> Self | None:
+        """The scatter of iterations around what was predicted of them, the mean of each run (``runs`` has its number
+        for each iteration) taken as predicted right: one that ran in a slow minute is no scatter within any run. None
+        where there are too few to tell."""
         num_classes = min(MAX_CLASSES, len(predicted_ms) // MIN_ITERATIONS)
         if not num_classes:
             return None
         order = np.argsort(predicted_ms, kind="stable")
-        ratios = (measured_ms / predicted_ms)[order]
+        _, owners = np.unique(runs, return_inverse=True)
+        of_runs = np.bincount(owners, measured_ms) / np.bincount(owners, predicted_ms)
+        ratios = (measured_ms / predicted_ms / of_runs[owners])[order]
         classes = np.array_split(ratios, num_classes)
         ends = np.cumsum([len(one) for one in classes])[:-1]
         levels = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS

@@ -257,7 +257,7 @@ class _Profiler:
     def _finish(self) -> Profile:
         table = fit_table(self.done.samples, self.grid, self.subject)
         table, factors = calibrate(table, self.done.runs)
-        predicted_ms, measured_ms = predict_runs(table, self.done.runs)
+        predicted_ms, measured_ms, numbers = predict_runs(table, self.done.runs)
         error = float(np.median(np.abs(predicted_ms / measured_ms - 1.0))) if self.done.runs else None
         if error is not None:
             scales = ", ".join(f"{name} {factor:.3f}" for name, factor in factors.items())
@@ -275,7 +275,7 @@ class _Profiler:
             num_run_iterations=len(self.done.runs),
             factors=factors,
             median_error=error,
-            jitter=Jitter.of(predicted_ms, measured_ms),
+            jitter=Jitter.of(predicted_ms, measured_ms, numbers),
         )
 
 

@@ -93,7 +93,7 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
     Least squares of measured ÷ predicted, weighted by what is predicted, against a prior around 1.0 that is as strong
     as these ratios are noisy; iterations three times off the table are left out. A machine may have been slow during
     one run and quick during another, whose batches are others: the factors are told apart by what differs within runs,
-    and only their level by all runs together, so that the sum of all durations comes out right.
+    and only their level by all runs together, so that the sum of the durations comes out right in the median run.
     """
     rows, ratios, weights, owners = [], [], [], []
     names = ("token_wise", "prefill_attention", "decode_attention")
@@ -133,7 +133,7 @@ def calibrate(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[Late
 
 def _factors(shares: FloatArray, ratios: FloatArray, weights: FloatArray, owners: IntArray) -> FloatArray:
     """Factors of the columns of ``shares`` ``[iterations, parts]`` by which rows add up to ``ratios``, up to a level
-    of each owner's own; then times the level of all."""
+    of each owner's own; then times the median of these levels, each owner weighing as much as its rows."""
     _, owners = np.unique(owners, return_inverse=True)
     sizes = np.bincount(owners, weights)
     root = np.sqrt(weights / weights.mean())
@@ -142,12 +142,18 @@ def _factors(shares: FloatArray, ratios: FloatArray, weights: FloatArray, owners
     for _ in range(LEVEL_ROUNDS):
         expected = shares @ factors
         of_runs = np.bincount(owners, weights * ratios) / np.bincount(owners, weights * expected)
-        level = float((of_runs * sizes).sum() / sizes.sum())
+        level = _weighted_median(of_runs, sizes)
         left, right = shares * root[:, None], ratios / of_runs[owners] * root
         noise = max(0.02, float(np.median(np.abs(left @ factors - right))))
         factors = _drawn_to_one(left, right, pull=noise * np.sqrt(ALIKE_ITERATIONS) / FACTOR_STD)
     found: FloatArray = np.clip(factors * level, 1 / LARGEST_FACTOR, LARGEST_FACTOR)
     return found
+
+
+def _weighted_median(values: FloatArray, weights: FloatArray) -> float:
+    order = np.argsort(values)
+    upto = np.cumsum(weights[order])
+    return float(np.interp(0.5, (upto - weights[order] / 2) / upto[-1], values[order]))
 
 
 def _drawn_to_one(left: FloatArray, right: FloatArray, *, pull: float) -> FloatArray:
@@ -159,10 +165,10 @@ def _drawn_to_one(left: FloatArray, right: FloatArray, *, pull: float) -> FloatA
     return factors
 
 
-def predict_runs(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[FloatArray, FloatArray]:
-    """Milliseconds of each iteration: what the table says, and what it took."""
+def predict_runs(table: LatencyTable, runs: Sequence[TimedIteration]) -> tuple[FloatArray, FloatArray, IntArray]:
+    """Of each iteration: milliseconds that the table says, those that it took, and its run's number."""
     predicted_ms = np.array([table.iteration(run.shape).latency_ms for run in runs])
-    return predicted_ms, np.array([run.duration_ms for run in runs])
+    return predicted_ms, np.array([run.duration_ms for run in runs]), np.array([run.run for run in runs])
 
 
 @dataclass(frozen=True, kw_only=True)

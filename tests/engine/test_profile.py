@@ -15,7 +15,7 @@ from tilebudget.engine.profile_fit import TimedIteration, calibrate
 from tilebudget.engine.profile_grid import ProfileGrid
 from tilebudget.engine.profile_timer import loop_overhead_ms
 from tilebudget.engine.torch_executor import TorchExecutor
-from tilebudget.kernels.latency import IterationShape
+from tilebudget.kernels.latency import IterationShape, LatencyTable
 from tilebudget.kernels.latency_file import LatencyFileError, load_table
 
 MODEL = PRESETS["tiny-llama"]
@@ -157,18 +157,31 @@ def test_factors_of_whole_runs_are_found() -> None:
 
 
 def test_a_slow_minute_during_one_run_is_not_taken_for_a_dear_part() -> None:
-    """Prefills alone in a slow minute, decodes alone in a quick one: nothing tells their parts apart, and the sum of
-    all durations is right."""
+    """Prefills alone in a slow minute, decodes alone in a quick one: nothing tells their parts apart."""
     table = measure_profile(CostDevice(), MODEL, LIMITS, time_limit_s=30).table
-    prefill = IterationShape(chunks=((512, 256),))
-    decode = IterationShape(num_decodes=16, decode_kv_tokens=16 * 700, num_logits=16)
-    durations_ms = {shape: table.iteration(shape).latency_ms for shape in (prefill, decode)}
-    runs = [TimedIteration(shape=prefill, duration_ms=1.3 * durations_ms[prefill], run=0)] * 50
-    runs += [TimedIteration(shape=decode, duration_ms=0.8 * durations_ms[decode], run=1)] * 200
-    scaled, factors = calibrate(table, runs)
-    assert max(factors.values()) / min(factors.values()) < 1.05
-    predicted_ms = sum(scaled.iteration(run.shape).latency_ms for run in runs)
-    assert predicted_ms == pytest.approx(sum(run.duration_ms for run in runs), rel=0.02)
+    runs = timed(table, PREFILL, 1.3, run=0, count=50) + timed(table, DECODE, 0.8, run=1, count=200)
+    factors = list(calibrate(table, runs)[1].values())
+    assert max(factors) / min(factors) < 1.05
+    assert 0.8 < factors[0] < 1.3
+
+
+def test_the_level_is_that_of_the_median_run() -> None:
+    table = measure_profile(CostDevice(), MODEL, LIMITS, time_limit_s=30).table
+    runs = [
+        one
+        for number, slow in enumerate((1.1, 1.6, 1.1, 1.0, 1.2))
+        for one in timed(table, PREFILL, slow, run=number, count=10) + timed(table, DECODE, slow, run=number, count=40)
+    ]
+    assert list(calibrate(table, runs)[1].values()) == pytest.approx([1.1] * 3, rel=0.02)
+
+
+PREFILL = IterationShape(chunks=((512, 256),))
+DECODE = IterationShape(num_decodes=16, decode_kv_tokens=16 * 700, num_logits=16)
+
+
+def timed(table: LatencyTable, shape: IterationShape, slow: float, *, run: int, count: int) -> list[TimedIteration]:
+    duration_ms = slow * table.iteration(shape).latency_ms
+    return [TimedIteration(shape=shape, duration_ms=duration_ms, run=run)] * count
 
 
 def test_the_real_executor_is_profiled_whole_runs_included(tmp_path: Path) -> None:
