@@ -4,9 +4,9 @@
 
 Profiles each model, runs the Azure conversation trace at every budget (interleaved repeats, in alternating order),
 and predicts the same runs from the profile's latency table. Profile and repeats take turns, a slice of the one before
-each of the other, so that a machine which is slow for a minute is slow for both. A prediction is held to the median of
-the repeats. The order of two budgets counts where the ranges of their repeats do not overlap. Without the trace file
-the built-in azure-conv workload takes its place, and the output says so.
+each of the other, so that a machine which is slow for a minute is slow for both. The median of as many modelled runs,
+each of another seed, is held to the median of the repeats. The order of two budgets counts where the ranges of their
+repeats do not overlap. Without the trace file the built-in azure-conv workload takes its place, and the output says so.
 """
 
 from __future__ import annotations
@@ -108,10 +108,13 @@ def compare(model: ModelConfig, workload: Workload, options: argparse.Namespace)
                 for metric in METRICS:
                     found.setdefault((budget, metric), []).append(float(values[metric] or 0.0))
                 print(f"{model.name} {repeat + 1}/{options.repeats} budget {budget}", file=sys.stderr)
-    modelled = Engine(modelled_as(profile, model, seed=options.seed))
     rows = []
     for budget in options.budgets:
-        predicted = compute_metrics(modelled.run(workload, replace(base, token_budget=budget))).to_row()
+        config = replace(base, token_budget=budget)
+        predicted = [
+            compute_metrics(Engine(modelled_as(profile, model, seed=seed)).run(workload, config)).to_row()
+            for seed in range(options.repeats)
+        ]
         for metric in METRICS:
             values_found = found[budget, metric]
             rows.append(
@@ -119,7 +122,7 @@ def compare(model: ModelConfig, workload: Workload, options: argparse.Namespace)
                     model=model.name,
                     token_budget=budget,
                     metric=metric,
-                    predicted=float(predicted[metric] or 0.0),
+                    predicted=median(float(values[metric] or 0.0) for values in predicted),
                     measured=median(values_found),
                     low=min(values_found),
                     high=max(values_found),
