@@ -28,8 +28,10 @@ COMPLETIONS = "/v1/completions"
 
 #: Seconds between two looks at the whole: stalls, the server's own health, the monitor.
 WATCH_S = 0.1
-#: Seconds between two reads of the server's metrics: seldom enough not to disturb it.
+#: Seconds between two reads of the server's metrics, and the largest share of the time that reading them may take: a
+#: page that holds the server's tokens up for long is read seldom.
 METRICS_S = 2.0
+METRICS_SHARE = 0.001
 #: An idle connection is given up before a server would close it (uvicorn: 5 s), which would fail the next request.
 KEEP_ALIVE_S = 2.0
 
@@ -208,9 +210,12 @@ class _Replay:
             raise _StopRun(stopped)
 
     async def _sample_metrics(self, session: aiohttp.ClientSession) -> None:
+        pause_s = METRICS_S
         while self.metrics:
-            await asyncio.sleep(METRICS_S)
+            await asyncio.sleep(pause_s)
+            began_s = perf_counter()
             await self._read_metrics(session)
+            pause_s = max(METRICS_S, (perf_counter() - began_s) / METRICS_SHARE)
 
     async def _read_metrics(self, session: aiohttp.ClientSession) -> None:
         text = await _get_text(session, f"{self.base_url}/metrics")
