@@ -54,13 +54,14 @@ class CompletionCall:
 class Replay:
     """What a replay brought, times in seconds from its start.
 
-    ``streams`` has an entry a call, in their order. ``late_s`` is the longest that the client itself was late: a
-    request sent after its arrival, or its loop, which reads the streams, awake after its time. ``metrics`` are the
-    texts of ``/metrics`` before, during and after; empty where the server has no such page. ``stopped`` is what the
-    monitor said when it ended the run, None when every stream ended by itself.
+    ``streams`` and ``sent_s`` (when it was sent, NaN: never) have an entry a call, in their order. ``late_s`` is
+    the longest that the client itself was late: a request sent after its arrival, or its loop, which reads the streams,
+    awake after its time. ``metrics`` are the texts of ``/metrics`` before, during and after; empty where the server has
+    no such page. ``stopped`` is what the monitor said when it ended the run, None when every stream ended by itself.
     """
 
     streams: Sequence[TokenStream]
+    sent_s: Sequence[float]
     late_s: float
     metrics: Sequence[str]
     stopped: str | None
@@ -125,6 +126,7 @@ class _Replay:
         self.gaps_s: list[float] = []
         self.metrics: list[str] = []
         self.num_open = self.num_finished = 0
+        self.sent_s = [float("nan")] * len(calls)
         self.late_s = 0.0
         self.origin_s = self.heard_s = 0.0
 
@@ -146,7 +148,9 @@ class _Replay:
                     raise first from None
                 stopped = str(first)
             await self._read_metrics(session)
-        return Replay(streams=self.streams, late_s=self.late_s, metrics=self.metrics, stopped=stopped)
+        return Replay(
+            streams=self.streams, sent_s=self.sent_s, late_s=self.late_s, metrics=self.metrics, stopped=stopped
+        )
 
     def _now(self) -> float:
         return perf_counter() - self.origin_s
@@ -164,7 +168,8 @@ class _Replay:
         if not self.num_open:
             self.heard_s = perf_counter()  # the quiet before this request was nobody's stall
         self.num_open += 1
-        self.late_s = max(self.late_s, self._now() - call.arrival_s)
+        self.sent_s[index] = self._now()
+        self.late_s = max(self.late_s, self.sent_s[index] - call.arrival_s)
         try:
             async with session.post(self.base_url + COMPLETIONS, data=self.bodies[index]) as response:
                 if response.status != 200:

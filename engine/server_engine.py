@@ -222,6 +222,8 @@ class ServerEngine:
             status[index] = "finished" if finished else "unfinished"
         counters = read_counters(done.metrics)
         arrival_s = np.array([one.arrival_s for one in requests])
+        sent_s = np.full(len(requests), np.nan)
+        sent_s[sent] = done.sent_s
         return RunRecord(
             config=config,
             num_kv_blocks=counters.num_kv_blocks,
@@ -245,6 +247,7 @@ class ServerEngine:
             server=ServerView(
                 counters=counters,
                 busy_s=_busy_s(arrival_s[sent], times_s),
+                sent_s=sent_s,
                 late_s=done.late_s,
                 event_gaps_s=np.concatenate([*(stream.event_gaps() for stream in done.streams), np.empty(0)]),
                 num_shared_events=sum(count > 1 for stream in done.streams for count in stream.event_tokens),

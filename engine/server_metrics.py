@@ -48,13 +48,14 @@ class ServerView:
     """What a run on a server has in place of iterations.
 
     counters: what the server told of itself. busy_s: seconds with a request in flight, from its arrival to its last
-    token. late_s: the longest that the client itself was late, in sending or reading. event_gaps_s: gaps between the
-    events of each stream, whatever number of tokens they bring (``vllm bench serve`` calls these ITL);
-    num_shared_events: the events with more than one token.
+    token. sent_s: when each request was sent, NaN where it was not. late_s: the longest that the client was late, in
+    sending or reading. event_gaps_s: gaps between the events of each stream, whatever number of tokens they bring
+    (``vllm bench serve`` calls these ITL); num_shared_events: the events with more than one token.
     """
 
     counters: ServerCounters
     busy_s: float
+    sent_s: npt.NDArray[np.float64]
     late_s: float
     event_gaps_s: npt.NDArray[np.float64]
     num_shared_events: int

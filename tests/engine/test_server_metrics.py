@@ -50,7 +50,12 @@ def test_engines_of_one_server_are_kept_apart() -> None:
 
 def test_event_gaps_become_percentiles() -> None:
     view = ServerView(
-        counters=ServerCounters(), busy_s=1.0, late_s=0.002, event_gaps_s=np.arange(101) / 1e3, num_shared_events=0
+        counters=ServerCounters(),
+        busy_s=1.0,
+        sent_s=np.zeros(1),
+        late_s=0.002,
+        event_gaps_s=np.arange(101) / 1e3,
+        num_shared_events=0,
     )
     row = view.to_json()
     assert [row[f"event_gap_p{level}_ms"] for level in (50, 90, 99)] == pytest.approx([50.0, 90.0, 99.0])
