@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from ..engine import EngineConfig, Monitor, RunRecord, Workload
 from ..engine.metrics import SLO, Metrics, compute_metrics
-from ..engine.server_engine import AnyEngine
-from ..engine.workload import assign_arrivals, scale_load
+from ..engine.server.engine import AnyEngine
+from ..engine.workloads.workload import assign_arrivals, scale_load
 from .objective import CAPACITY_RESOLUTION
 
 #: How often the first rate is doubled, or halved, before the search for a bracket ends.

@@ -21,15 +21,14 @@ import typer
 from rich.console import Console
 
 from ..engine import EngineConfig, PipelinedExecutor
+from ..engine.distributed.launch import Torchrun, dismiss_torchrun_ranks, serve_torchrun_rank
 from ..engine.metrics import compute_metrics
-from ..engine.server_engine import engine_on
-from ..engine.stage_launch import Torchrun, dismiss_torchrun_ranks, serve_torchrun_rank
-from ..engine.traces import load_prompts
+from ..engine.server.engine import engine_on
+from ..engine.workloads.traces import load_prompts
 from ..kernels.errors import TileBudgetError
 from ..reports import COMPARE_NAME, build_comparison, build_report
 from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
 from .console import TuneProgress, counting_progress, describe_row, print_recommendation
-from .device_lock import device_lock
 from .devices import list_devices, make_executor, silicon_hint
 from .disaggregation import Yardstick, make_yardstick, parse_split
 from .options import DEVICE, ENGINE, RUNTIME, SERVER, STUDY, TRAFFIC, Json, Setting, takes
@@ -40,10 +39,11 @@ from .run_folder import default_run_dir
 from .schema import published_schema
 from .server import make_target
 from .store import NearestMatchWarning, load_recommendation
-from .stored_study import STUDY_NAME
+from .study.device_lock import device_lock
+from .study.stored_study import STUDY_NAME
+from .study.worker import WAIT_LIMIT_S, work
 from .tiles import analyse_device, analyse_sweep_file, predict_configs
 from .tuning import tune
-from .worker import WAIT_LIMIT_S, work
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 

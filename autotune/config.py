@@ -11,7 +11,7 @@ import torch
 
 from ..engine import POLICY_NAMES
 from ..engine.config import KERNELS
-from ..engine.server_command import served_model
+from ..engine.server.command import served_model
 from ..engine.slo import parse_limit
 from ..kernels.silicon import FRAMEWORKS
 from .objective import OBJECTIVES

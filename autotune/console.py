@@ -12,7 +12,7 @@ from rich.table import Table
 from .objective import THROUGHPUT
 from .recommendation import Recommendation
 from .selection import promising
-from .trial import TrialRow
+from .study.trial import TrialRow
 
 PHASES = {
     "search": "searching budgets",

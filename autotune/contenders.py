@@ -8,13 +8,13 @@ from dataclasses import replace
 from time import perf_counter
 
 from ..engine import PAPER_POLICIES, RunRecord
-from ..engine.server_engine import ServerEngine
-from ..engine.workload import scale_load
-from .parallel import side_by_side
+from ..engine.server.engine import ServerEngine
+from ..engine.workloads.workload import scale_load
 from .problem import Problem
 from .selection import Choice, Contender, promising, shortlist
 from .space import Candidate
-from .trial import TrialRow, TrialRunner
+from .study.parallel import side_by_side
+from .study.trial import TrialRow, TrialRunner
 
 #: Told of every finished run: phase (``search``, ``repeat``, ``anchor``, ``policy``), how many of how many are done in
 #: it, and the row.

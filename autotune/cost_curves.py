@@ -14,7 +14,7 @@ from itertools import takewhile
 import numpy as np
 
 from ..engine import Workload
-from ..engine.modelled_executor import ELEMENT_BYTES, WEIGHT_BYTES
+from ..engine.modelled.executor import ELEMENT_BYTES, WEIGHT_BYTES
 from ..kernels.latency import LatencyTable
 from ..kernels.silicon import SystemSpec
 

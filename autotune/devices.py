@@ -9,11 +9,11 @@ import torch
 
 from ..engine import AnyExecutor
 from ..engine.device import device_name
-from ..engine.distributed_executor import distributed_executor
-from ..engine.modelled_executor import ModelledExecutor
-from ..engine.modelled_pipeline import AnyModelled, Link, ModelledPipeline
-from ..engine.server_engine import Target
-from ..engine.stage_launch import Torchrun
+from ..engine.distributed.executor import distributed_executor
+from ..engine.distributed.launch import Torchrun
+from ..engine.modelled.executor import ModelledExecutor
+from ..engine.modelled.pipeline import AnyModelled, Link, ModelledPipeline
+from ..engine.server.engine import Target
 from ..engine.torch_executor import TorchExecutor
 from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, SystemSpec, list_systems, system_spec
 from .config import HOST_DEVICES, TuneConfig

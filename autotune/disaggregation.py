@@ -20,9 +20,9 @@ from ..engine.disaggregated import (
     serve_disaggregated,
 )
 from ..engine.metrics import SLO
-from ..engine.modelled_executor import ModelledExecutor, kv_bytes_per_token
-from ..engine.modelled_pipeline import Link
-from ..engine.workload import assign_arrivals, scale_load
+from ..engine.modelled.executor import ModelledExecutor, kv_bytes_per_token
+from ..engine.modelled.pipeline import Link
+from ..engine.workloads.workload import assign_arrivals, scale_load
 from ..kernels.silicon import SystemSpec, system_spec
 from .capacity import bisect_rate
 from .config import TuneConfig

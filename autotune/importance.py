@@ -9,7 +9,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
-from .trial import TrialRow
+from .study.trial import TrialRow
 
 IMPORTANCE_FILE = "importance.json"
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from ..engine import AnyExecutor, EngineConfig, PipelinedExecutor, Workload
 from ..engine.metrics import SLO
-from ..engine.modelled_pipeline import AnyModelled
-from ..engine.presets import preset_workload
-from ..engine.server_engine import Target, engine_on
+from ..engine.modelled.pipeline import AnyModelled
+from ..engine.server.engine import Target, engine_on
 from ..engine.slo import ReferenceDecode, parse_limit, reference_decode, resolve_slo
 from ..engine.token_costs import TokenCosts
-from ..engine.traces import load_trace
-from ..engine.workload import assign_arrivals
+from ..engine.workloads.presets import preset_workload
+from ..engine.workloads.traces import load_trace
+from ..engine.workloads.workload import assign_arrivals
 from ..kernels.measure import GEMM_KERNELS
 from ..kernels.tile_report import TileAnalysis, candidate_edges
 from ..kernels.tiles import tile_edges
@@ -26,8 +26,8 @@ from .prediction import Prediction
 from .profiles import profile_staircase
 from .selection import Judge
 from .space import MIN_EDGE_RATIO, Candidate, SearchSpace, thin_edges
+from .study.trial import TrialRunner
 from .tiles import analyse_device
-from .trial import TrialRunner
 
 #: Largest budget tried where the settings name none.
 DEFAULT_MAX_BUDGET = 8192

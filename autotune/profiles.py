@@ -9,11 +9,11 @@ from math import inf
 from pathlib import Path
 
 from ..engine import EngineConfig, Executor
-from ..engine.hf_config import resolve_model
-from ..engine.modelled_executor import ModelledExecutor
-from ..engine.modelled_pipeline import AnyModelled, Link, ModelledPipeline
-from ..engine.partition import Partition
-from ..engine.profile import Profile, measure_profile
+from ..engine.distributed.partition import Partition
+from ..engine.model.hf_config import resolve_model
+from ..engine.modelled.executor import ModelledExecutor
+from ..engine.modelled.pipeline import AnyModelled, Link, ModelledPipeline
+from ..engine.profiling.profile import Profile, measure_profile
 from ..kernels.latency import LatencyTable
 from ..kernels.latency_file import LatencyFileError, load_table
 from ..kernels.sweep import Sweep

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ..engine import BUBBLE_CAUSES, RunRecord, find_bubbles
 from ..engine.record import IntArray, Iterations
-from .trial import TrialRow
+from .study.trial import TrialRow
 
 ITERATIONS_FILE, REQUESTS_FILE = "iterations.parquet", "requests.parquet"
 

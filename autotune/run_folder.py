@@ -14,10 +14,10 @@ import pandas as pd
 
 from ..engine import RunRecord
 from ..kernels.errors import TileBudgetError
-from .file_lock import FileLock
 from .record_files import ITERATIONS_FILE, REQUESTS_FILE, iteration_table, request_table, write_tables
-from .storages import JOURNAL_NAME
-from .trial import TrialRow
+from .study.file_lock import FileLock
+from .study.storages import JOURNAL_NAME
+from .study.trial import TrialRow
 
 
 class RunFolderError(TileBudgetError):

@@ -12,7 +12,7 @@ from ..engine.slo import describe_limits
 from .comparison import PAIRED_TEST, Comparison, compare
 from .objective import Objective
 from .space import Candidate
-from .trial import TrialRow
+from .study.trial import TrialRow
 
 
 def rule(objective: Objective, slo: SLO) -> str:

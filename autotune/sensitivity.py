@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..engine import Engine, Workload
-from ..engine.hf_config import resolve_model
 from ..engine.metrics import QUANTILE_FIELDS, SLO
-from ..engine.modelled_executor import ModelledExecutor
-from ..engine.server_engine import AnyEngine, engine_on
-from ..engine.workload import clip_lengths, scale_load
+from ..engine.model.hf_config import resolve_model
+from ..engine.modelled.executor import ModelledExecutor
+from ..engine.server.engine import AnyEngine, engine_on
+from ..engine.workloads.workload import clip_lengths, scale_load
 from ..kernels.latency import LatencyTable
-from .parallel import side_by_side
 from .problem import Problem
 from .recommendation import Sensitivity
 from .selection import promising
-from .trial import TrialRow, TrialRunner
+from .study.parallel import side_by_side
+from .study.trial import TrialRow, TrialRunner
 
 FACTORS = (0.8, 1.2)
 

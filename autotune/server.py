@@ -13,10 +13,10 @@ import torch
 
 from ..engine import EngineConfig, Workload
 from ..engine.device import device_name
-from ..engine.hf_config import resolve_model
-from ..engine.model_config import ModelConfig
-from ..engine.server_command import CommandLine, template_command
-from ..engine.server_engine import ServerEngine, Target
+from ..engine.model.config import ModelConfig
+from ..engine.model.hf_config import resolve_model
+from ..engine.server.command import CommandLine, template_command
+from ..engine.server.engine import ServerEngine, Target
 from ..engine.slo import SLO_MULTIPLES
 from ..kernels.tiles import tile_edges
 from . import exports

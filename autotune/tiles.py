@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..engine.device import DTYPES
-from ..engine.hf_config import resolve_model
+from ..engine.model.hf_config import resolve_model
 from ..kernels.config_map import MEASURED_TOKENS, ConfigMap, measured_map, predicted_map
 from ..kernels.gpus import device_limits
 from ..kernels.measure import GEMM_KERNELS, measure_gemms, token_grid

@@ -13,20 +13,18 @@ from time import perf_counter
 
 from ..engine import Workload
 from ..engine.metrics import QUANTILE_FIELDS, SLO
-from ..engine.modelled_pipeline import AnyModelled
-from ..engine.server_engine import Target
+from ..engine.modelled.pipeline import AnyModelled
+from ..engine.server.engine import Target
 from ..kernels.latency import LatencyTable
 from ..reports import build_report
 from .confidence import state_confidence
 from .config import TuneConfig
 from .contenders import ProgressSink, check_drift, compare_policies, repeat_contenders
 from .cost_curves import CURVES_FILE, BatchSizes, cost_curves
-from .device_lock import device_lock
 from .devices import known_spec, visible_gpus
 from .disaggregation import Yardstick, compare_disaggregated
 from .environment import command_line, package_versions, source_commit
 from .importance import IMPORTANCE_FILE, parameter_importance
-from .parallel import LocalWorkers, num_cores
 from .problem import Problem, load_workload, state_problem, workload_summary
 from .recommendation import (
     Alternative,
@@ -44,12 +42,14 @@ from .selection import Choice, Contender, rule
 from .sensitivity import find_sensitivity
 from .server import check_server_study, make_target, read_target
 from .store import save_recommendation
-from .stored_study import STUDY_NAME, StoredStudy
-from .study import BudgetStudy
-from .trial import TrialRow
+from .study.device_lock import device_lock
+from .study.parallel import LocalWorkers, num_cores
+from .study.stored_study import STUDY_NAME, StoredStudy
+from .study.study import BudgetStudy
+from .study.trial import TrialRow
+from .study.worker import spawned_work, work
 from .verdict import describe_alternative, write_verdict
 from .warm_start import WarmStart, warm_start
-from .worker import spawned_work, work
 
 EXPECTED_METRICS = (
     "tbt_p50_ms",

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
 from ..engine import Engine, Executor, PipelinedExecutor
-from ..engine.hf_config import resolve_model
-from ..engine.model_config import ModelConfig
-from ..engine.profile import Profile, measure_profile, modelled_as
-from ..engine.server_engine import ServerEngine
+from ..engine.model.config import ModelConfig
+from ..engine.model.hf_config import resolve_model
+from ..engine.profiling.profile import Profile, measure_profile, modelled_as
+from ..engine.server.engine import ServerEngine
 from ..kernels.latency import LatencyTable
 from ..kernels.latency_file import table_from_json, table_to_json
 from .objective import THROUGHPUT
@@ -25,7 +25,7 @@ from .problem import Problem
 from .run_folder import RunFolder
 from .selection import promising
 from .space import KINDS, WHOLE_PROMPT, Candidate
-from .trial import TrialRunner
+from .study.trial import TrialRunner
 
 _log = logging.getLogger(__name__)
 

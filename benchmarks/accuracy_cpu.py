@@ -24,10 +24,10 @@ from time import perf_counter
 
 from tilebudget.autotune.environment import package_versions, source_commit
 from tilebudget.engine import Engine, EngineConfig, Workload, assign_arrivals, compute_metrics, load_trace
-from tilebudget.engine.model_config import PRESETS, ModelConfig
-from tilebudget.engine.presets import preset_workload
-from tilebudget.engine.profile import measure_profile, modelled_as
+from tilebudget.engine.model.config import PRESETS, ModelConfig
+from tilebudget.engine.profiling.profile import measure_profile, modelled_as
 from tilebudget.engine.torch_executor import TorchExecutor
+from tilebudget.engine.workloads.presets import preset_workload
 
 METRICS = ("tbt_p50_ms", "tbt_p99_ms", "total_tokens_per_s")
 BUDGETS = (16, 32, 64, 128, 256, 512, 1024, 2048)

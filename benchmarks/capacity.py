@@ -34,8 +34,8 @@ from tilebudget.engine import (
     preset_workload,
     sound_stop,
 )
-from tilebudget.engine.modelled_executor import ModelledExecutor
-from tilebudget.engine.workload import scale_load
+from tilebudget.engine.modelled.executor import ModelledExecutor
+from tilebudget.engine.workloads.workload import scale_load
 
 SLOS = {"strict": 0.1, "relaxed": 0.5}
 SARATHI_BUDGETS = {"strict": 512, "relaxed": 2048}

@@ -56,8 +56,8 @@ def quantiles(samples_ms: Sequence[float]) -> dict[str, object]:
 def check_engine(clock: Clock, seed: int) -> dict[str, object]:
     """The same greedy requests through three executors, in fp32, where rounding seldom decides a token."""
     from tilebudget.engine import Engine, EngineConfig
-    from tilebudget.engine.presets import preset_workload
     from tilebudget.engine.torch_executor import TorchExecutor
+    from tilebudget.engine.workloads.presets import preset_workload
 
     workload = preset_workload("fixed:300:40", num_requests=24, seed=seed, max_model_len=512)
     config = EngineConfig(token_budget=256, max_num_seqs=16, max_model_len=512)
@@ -210,8 +210,8 @@ def configs(clock: Clock, seed: int) -> dict[str, object]:
 def profile(clock: Clock, seed: int) -> dict[str, object]:
     """A latency table of the device from the real model's iterations, and its error on whole engine runs."""
     from tilebudget.engine import EngineConfig
-    from tilebudget.engine.model_config import ModelConfig
-    from tilebudget.engine.profile import measure_profile
+    from tilebudget.engine.model.config import ModelConfig
+    from tilebudget.engine.profiling.profile import measure_profile
     from tilebudget.engine.torch_executor import TorchExecutor
 
     model = ModelConfig.preset("llama-3.1-8b")

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 
 from tilebudget.engine import Engine, EngineConfig, Workload, assign_arrivals, compute_metrics, load_trace
-from tilebudget.engine.modelled_executor import ModelledExecutor
+from tilebudget.engine.modelled.executor import ModelledExecutor
 
 DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "data" / "azure_llm_2023_conv.csv"
 CONFIG = EngineConfig(token_budget=512, max_num_seqs=128, max_model_len=4096)

@@ -39,9 +39,9 @@ from tilebudget.engine import (
     reference_decode,
     sound_stop,
 )
-from tilebudget.engine.model_config import ModelConfig
-from tilebudget.engine.modelled_pipeline import Link, ModelledPipeline
-from tilebudget.engine.partition import Partition
+from tilebudget.engine.distributed.partition import Partition
+from tilebudget.engine.model.config import ModelConfig
+from tilebudget.engine.modelled.pipeline import Link, ModelledPipeline
 from tilebudget.kernels.silicon import Silicon, system_spec
 from tilebudget.kernels.silicon_table import silicon_table
 

@@ -44,13 +44,13 @@ from tilebudget.engine import (
     preset_workload,
 )
 from tilebudget.engine.device import device_name
-from tilebudget.engine.distributed_executor import PipelineExecutor, distributed_executor
+from tilebudget.engine.distributed.executor import PipelineExecutor, distributed_executor
+from tilebudget.engine.distributed.partition import Partition
 from tilebudget.engine.executor import DeviceWrapper
-from tilebudget.engine.model_config import PRESETS, ModelConfig
-from tilebudget.engine.modelled_pipeline import Link, ModelledPipeline
-from tilebudget.engine.partition import Partition
+from tilebudget.engine.model.config import PRESETS, ModelConfig
+from tilebudget.engine.modelled.pipeline import Link, ModelledPipeline
 from tilebudget.engine.pipeline_clock import PipelineClock
-from tilebudget.engine.profile import measure_profile
+from tilebudget.engine.profiling.profile import measure_profile
 from tilebudget.engine.torch_executor import TorchExecutor
 from tilebudget.kernels.latency import LatencyTable
 

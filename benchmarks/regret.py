@@ -36,9 +36,9 @@ from tilebudget.autotune.devices import make_executor
 from tilebudget.autotune.environment import source_commit
 from tilebudget.autotune.problem import Problem, load_workload, read_device, state_problem
 from tilebudget.autotune.space import Candidate
-from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
-from tilebudget.autotune.study import BudgetStudy
-from tilebudget.autotune.trial import TrialRow, TrialRunner
+from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
+from tilebudget.autotune.study.study import BudgetStudy
+from tilebudget.autotune.study.trial import TrialRow, TrialRunner
 from tilebudget.engine import RunRecord
 
 MAX_BUDGET = 16384

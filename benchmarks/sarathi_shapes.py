@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 import pandas as pd
-from tilebudget.engine.modelled_executor import ModelledExecutor
+from tilebudget.engine.modelled.executor import ModelledExecutor
 from tilebudget.kernels.latency import IterationShape, LatencyTable
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

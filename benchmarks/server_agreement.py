@@ -33,8 +33,8 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 from tilebudget.engine import EngineConfig, Request, Workload, assign_arrivals, compute_metrics
-from tilebudget.engine.server_engine import ServerEngine
-from tilebudget.engine.server_process import ServerProcess, free_port
+from tilebudget.engine.server.engine import ServerEngine
+from tilebudget.engine.server.process import ServerProcess, free_port
 from tiny_checkpoint import VOCAB_SIZE, write_checkpoint
 
 LEVELS = (50, 90, 99)

@@ -37,7 +37,7 @@ from tilebudget.engine import (
     reference_decode,
     resolve_slo,
 )
-from tilebudget.engine.modelled_executor import ModelledExecutor
+from tilebudget.engine.modelled.executor import ModelledExecutor
 
 DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "data" / "azure_llm_2023_conv.csv"
 MODEL = "llama-3.1-8b"

@@ -25,14 +25,14 @@ from .metrics import (
     tbt_quantiles_ms,
 )
 from .pipeline import PIPELINE_STAGES, PipelineResult, replay
-from .presets import PRESETS, preset_workload
 from .record import Iterations, Requests, RunRecord
 from .request import Batch, Request, Sequence, Workload
 from .run import Monitor, Progress
 from .slo import SLO_MULTIPLES, ReferenceDecode, reference_decode, resolve_slo, sound_stop
 from .token_costs import TokenCosts
-from .traces import TRACE_FORMATS, load_prompts, load_trace
-from .workload import ARRIVAL_KINDS, assign_arrivals
+from .workloads.presets import PRESETS, preset_workload
+from .workloads.traces import TRACE_FORMATS, load_prompts, load_trace
+from .workloads.workload import ARRIVAL_KINDS, assign_arrivals
 
 __all__ = [
     "ARRIVAL_KINDS",

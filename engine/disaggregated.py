@@ -16,7 +16,7 @@ import numpy as np
 from .config import EngineConfig
 from .engine import Engine
 from .metrics import SLO, Distribution
-from .modelled_pipeline import Link
+from .modelled.pipeline import Link
 from .record import FloatArray, IntArray, RunRecord
 from .request import Request, Workload
 

@@ -19,7 +19,7 @@ from ..kernels.tiles import tile_waste
 from .bubbles import BUBBLE_CAUSES, find_bubbles
 from .pipeline import PIPELINE_STAGES, replay
 from .record import FloatArray, IntArray, RunRecord, narrow
-from .server_metrics import ServerCounters
+from .server.metrics import ServerCounters
 
 BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
 

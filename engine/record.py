@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from .config import EngineConfig
-from .server_metrics import ServerView
+from .server.metrics import ServerView
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .config import EngineConfig
-from .decode_graphs import DecodeGraphs, greedy
 from .device import (
     DTYPES,
     KV_MEMORY_FRACTION,
@@ -26,17 +25,18 @@ from .device import (
     resolve_dtype,
 )
 from .executor import NonFiniteLogitsError, OutOfMemoryError, StepResult
-from .hf_config import resolve_model
-from .kernel_choice import choose_ops
 from .kv_cache import BlockManager
-from .model import Model
-from .model_config import ModelConfig
-from .model_input import ModelInput, build_input
+from .model.config import ModelConfig
+from .model.decode_graphs import DecodeGraphs, greedy
+from .model.hf_config import resolve_model
+from .model.input import ModelInput, build_input
+from .model.kernel_choice import choose_ops
+from .model.model import Model
+from .model.torch_ops import PagedKV
+from .model.triton_ops import TritonPagedKV
+from .model.weights import load_weights, random_weights
 from .request import Batch
-from .torch_ops import PagedKV
-from .triton_ops import TritonPagedKV
 from .warm_up import make_warm_up
-from .weights import load_weights, random_weights
 
 _log = logging.getLogger(__name__)
 

@@ -20,18 +20,17 @@ def imported_siblings(package: str) -> set[tuple[str, str]]:
     """(file, sibling package) of every import of another of the four, relative or absolute."""
     found = set()
     for file in sorted((ROOT / package).rglob("*.py")):
+        here = ["tilebudget", *file.parent.relative_to(ROOT).parts]
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""] if node.level == 2 and node.module else []
-                names += [alias.name for alias in node.names] if node.level == 2 and not node.module else []
-                if node.level == 0 and (node.module or "").startswith("tilebudget"):
-                    names += [(node.module or "").partition(".")[2]] if "." in (node.module or "") else []
-                    names += [alias.name for alias in node.names] if node.module == "tilebudget" else []
+                base = here[: len(here) + 1 - node.level] if node.level else []
+                base = [*base, *(node.module or "").split(".")] if node.module else base
+                names = [".".join([*base, alias.name]) for alias in node.names]
             elif isinstance(node, ast.Import):
-                names = [a.name.partition(".")[2] for a in node.names if a.name.startswith("tilebudget.")]
+                names = [alias.name for alias in node.names]
             else:
                 continue
-            found |= {(file.name, name.split(".")[0]) for name in names}
+            found |= {(file.name, name.split(".")[1]) for name in names if name.startswith("tilebudget.")}
     return found
 
 

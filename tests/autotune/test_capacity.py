@@ -11,7 +11,7 @@ from tilebudget.autotune.capacity import bisect_rate, find_capacity
 from tilebudget.autotune.problem import unit_rate
 from tilebudget.engine import SLO, Engine, EngineConfig, Workload
 from tilebudget.engine.metrics import compute_metrics
-from tilebudget.engine.workload import scale_load
+from tilebudget.engine.workloads.workload import scale_load
 
 CONFIG = TuneConfig(max_num_seqs=8, max_model_len=4096, max_budget=2048, objective="capacity")
 ENGINE = EngineConfig(token_budget=512, max_num_seqs=8, max_model_len=4096)

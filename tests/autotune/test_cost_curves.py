@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from tilebudget.autotune.cost_curves import BatchSizes, cost_curves, hybrid_ms
 from tilebudget.autotune.importance import parameter_importance
-from tilebudget.autotune.trial import TrialRow
+from tilebudget.autotune.study.trial import TrialRow
 from tilebudget.engine import Request, Workload
-from tilebudget.engine.modelled_executor import ModelledExecutor
+from tilebudget.engine.modelled.executor import ModelledExecutor
 from tilebudget.kernels.latency import IterationShape, LatencyTable
 from tilebudget.kernels.silicon import system_spec
 from tilebudget.reports.cost_curves import parse_cost_curves

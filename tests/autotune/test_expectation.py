@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from stair_device import StairDevice
 from tilebudget.autotune.config import TuneConfig
-from tilebudget.autotune.expectation import Expectation
-from tilebudget.autotune.sampler import Tried, propose, start_params
 from tilebudget.autotune.space import SearchSpace
-from tilebudget.autotune.trial import TrialRow, TrialRunner
+from tilebudget.autotune.study.expectation import Expectation
+from tilebudget.autotune.study.sampler import Tried, propose, start_params
+from tilebudget.autotune.study.trial import TrialRow, TrialRunner
 from tilebudget.engine import SLO, Engine, EngineConfig, Request, TokenCosts, Workload
 
 EDGES = range(128, 2049, 128)

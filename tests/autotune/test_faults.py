@@ -16,10 +16,10 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from stair_device import StairDevice
 from tilebudget.autotune import Recommendation, TuneConfig, storages, tune, tuning
-from tilebudget.autotune.file_lock import LockedError
 from tilebudget.autotune.run_folder import RunFolder, RunFolderError
-from tilebudget.autotune.storages import StorageError, patiently
-from tilebudget.autotune.trial_queue import TrialQueue
+from tilebudget.autotune.study.file_lock import LockedError
+from tilebudget.autotune.study.storages import StorageError, patiently
+from tilebudget.autotune.study.trial_queue import TrialQueue
 from tilebudget.engine import EngineConfig, Workload
 from tilebudget.kernels.errors import TileBudgetError
 from worker_study import CONFIG, EDGES, WorkerStudy, essence

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from stair_device import StairDevice
-from tilebudget.autotune import file_lock
-from tilebudget.autotune.device_lock import device_lock
-from tilebudget.autotune.file_lock import FileLock, LockedError
-from tilebudget.autotune.holder import Holder
+from tilebudget.autotune.study import file_lock
+from tilebudget.autotune.study.device_lock import device_lock
+from tilebudget.autotune.study.file_lock import FileLock, LockedError
+from tilebudget.autotune.study.holder import Holder
 
 
 class RealDevice(StairDevice):

@@ -3,8 +3,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from tilebudget.autotune import parallel
-from tilebudget.autotune.parallel import side_by_side
+from tilebudget.autotune.study import parallel
+from tilebudget.autotune.study.parallel import side_by_side
 
 
 @pytest.mark.parametrize("cores", [1, 2])

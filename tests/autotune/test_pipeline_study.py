@@ -13,9 +13,9 @@ from tilebudget.autotune import TuneConfig, tune
 from tilebudget.autotune.devices import make_executor
 from tilebudget.autotune.problem import load_workload, read_device, state_problem
 from tilebudget.engine import BUBBLE_CAUSES, Engine, EngineConfig, Workload, compute_metrics
-from tilebudget.engine.model_config import ModelConfig
-from tilebudget.engine.modelled_pipeline import Link, ModelledPipeline
-from tilebudget.engine.partition import Partition
+from tilebudget.engine.distributed.partition import Partition
+from tilebudget.engine.model.config import ModelConfig
+from tilebudget.engine.modelled.pipeline import Link, ModelledPipeline
 from tilebudget.kernels.latency_file import save_table
 
 SETTINGS = {"max_num_seqs": 8, "max_model_len": 2048, "max_budget": 512, "tbt_slo": "relaxed", "num_trials": 8}

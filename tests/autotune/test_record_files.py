@@ -18,7 +18,7 @@ from tilebudget.autotune.record_files import (
     request_table,
     write_tables,
 )
-from tilebudget.autotune.trial import TrialRow
+from tilebudget.autotune.study.trial import TrialRow
 from tilebudget.engine import (
     BUBBLE_CAUSES,
     Engine,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from tilebudget.autotune.objective import OBJECTIVES
 from tilebudget.autotune.selection import Contender, Judge, chunking_buys_nothing, shortlist
 from tilebudget.autotune.space import Candidate
-from tilebudget.autotune.trial import TrialRow
+from tilebudget.autotune.study.trial import TrialRow
 
 VARIANCE = "bubble_fraction_4"
 JUDGE = Judge(objective=OBJECTIVES["throughput"], variance_metric=VARIANCE)

@@ -15,8 +15,8 @@ from tilebudget.autotune.cli import app
 from tilebudget.autotune.problem import DeviceFacts, state_problem
 from tilebudget.autotune.server import check_server_study, make_server_engine, read_server
 from tilebudget.engine import EngineConfig, Request, Workload
-from tilebudget.engine.server_command import check_words
-from tilebudget.engine.server_process import ServerProcess, free_port
+from tilebudget.engine.server.command import check_words
+from tilebudget.engine.server.process import ServerProcess, free_port
 from typer.testing import CliRunner
 
 WORKLOAD = Workload(

@@ -8,9 +8,9 @@ import pytest
 from stair_device import StairDevice
 from tilebudget.autotune.config import TuneConfig
 from tilebudget.autotune.space import SearchSpace
-from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
-from tilebudget.autotune.study import BudgetStudy
-from tilebudget.autotune.trial import TrialRow, TrialRunner
+from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
+from tilebudget.autotune.study.study import BudgetStudy
+from tilebudget.autotune.study.trial import TrialRow, TrialRunner
 from tilebudget.engine import SLO, Engine, EngineConfig, Workload
 
 SPACE = SearchSpace(range(128, 2049, 128), min_budget=128, max_budget=2048, whole_prompt=1000)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from optuna.trial import TrialState
-from tilebudget.autotune.holder import Holder
-from tilebudget.autotune.sampler import distributions, start_params
-from tilebudget.autotune.trial import TrialRow
-from tilebudget.autotune.trial_queue import GRACE_S, Claim, Proposal, TrialQueue
-from tilebudget.autotune.worker import candidate_of
+from tilebudget.autotune.study.holder import Holder
+from tilebudget.autotune.study.sampler import distributions, start_params
+from tilebudget.autotune.study.trial import TrialRow
+from tilebudget.autotune.study.trial_queue import GRACE_S, Claim, Proposal, TrialQueue
+from tilebudget.autotune.study.worker import candidate_of
 from tilebudget.engine import Workload
 from worker_study import WorkerStudy, essence
 

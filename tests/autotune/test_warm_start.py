@@ -13,13 +13,13 @@ from tilebudget.autotune.prediction import Prediction
 from tilebudget.autotune.problem import Problem, read_device, state_problem
 from tilebudget.autotune.profiles import default_profile_path, profile_device
 from tilebudget.autotune.run_folder import RunFolder
-from tilebudget.autotune.sampler import SHORT_LADDER_RUNGS
-from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
-from tilebudget.autotune.study import BudgetStudy
-from tilebudget.autotune.trial import TrialRow, TrialRunner
+from tilebudget.autotune.study.sampler import SHORT_LADDER_RUNGS
+from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
+from tilebudget.autotune.study.study import BudgetStudy
+from tilebudget.autotune.study.trial import TrialRow, TrialRunner
 from tilebudget.autotune.warm_start import NUM_SUGGESTIONS, suggest, warm_start
 from tilebudget.engine import Workload
-from tilebudget.engine.server_engine import engine_on
+from tilebudget.engine.server.engine import engine_on
 from tilebudget.kernels.latency_file import load_table
 
 CONFIG = TuneConfig(max_num_seqs=8, max_model_len=1200, tbt_slo="15ms", num_trials=8, max_budget=1024)

@@ -17,9 +17,9 @@ from optuna.trial import TrialState
 from postgres_server import PostgresServer, free_port, server_programs
 from stair_device import StairDevice
 from tilebudget.autotune import TuneConfig, storages, tune, tuning
-from tilebudget.autotune.holder import Holder
-from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
-from tilebudget.autotune.trial_queue import Claim, TrialQueue
+from tilebudget.autotune.study.holder import Holder
+from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
+from tilebudget.autotune.study.trial_queue import Claim, TrialQueue
 from tilebudget.engine import EngineConfig, Workload
 from worker_study import CONFIG, EDGES, GRACE_S, WorkerStudy, essence
 

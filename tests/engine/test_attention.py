@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tilebudget.engine import attention
-from tilebudget.engine.attention import TILE_ROWS, PagedAttention, attention_ref, causal_band
-from tilebudget.engine.kv_pages import KVPages
-from tilebudget.engine.model_input import Spans
+from tilebudget.engine.model import attention
+from tilebudget.engine.model.attention import TILE_ROWS, PagedAttention, attention_ref, causal_band
+from tilebudget.engine.model.input import Spans
+from tilebudget.engine.model.kv_pages import KVPages
 
 CPU = torch.device("cpu")
 HEAD_DIM = 16

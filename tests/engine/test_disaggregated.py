@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tilebudget.engine import Batch, BlockManager, Engine, EngineConfig, Request, StepResult, Workload
 from tilebudget.engine.disaggregated import KvTransfer, Split, deal, serve_colocated, serve_disaggregated
 from tilebudget.engine.metrics import SLO, Limit
-from tilebudget.engine.modelled_pipeline import Link
+from tilebudget.engine.modelled.pipeline import Link
 
 PREFILL = EngineConfig(policy="vllm_v0", token_budget=64, max_num_seqs=8, max_model_len=256)
 DECODE = EngineConfig(policy="sarathi", token_budget=64, max_num_seqs=8, max_model_len=256)

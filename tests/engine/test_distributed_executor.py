@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tilebudget.autotune.space import Candidate
-from tilebudget.autotune.trial import TrialRunner
+from tilebudget.autotune.study.trial import TrialRunner
 from tilebudget.engine import (
     SLO,
     Engine,
@@ -23,13 +23,13 @@ from tilebudget.engine import (
     Workload,
     num_stages,
 )
-from tilebudget.engine.distributed_executor import (
+from tilebudget.engine.distributed.executor import (
     PipelineExecutor,
     TensorParallelExecutor,
     distributed_executor,
 )
-from tilebudget.engine.stage_launch import Torchrun
-from tilebudget.engine.stage_messages import Begin, Begun
+from tilebudget.engine.distributed.launch import Torchrun
+from tilebudget.engine.distributed.messages import Begin, Begun
 
 ROOMY, TIGHT = None, 18  # KV blocks of 4 tokens: 18 hold any one request but not all six
 

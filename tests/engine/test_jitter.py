@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from cost_device import CostDevice
 from tilebudget.engine import Engine, EngineConfig, compute_metrics, preset_workload
-from tilebudget.engine.jitter import Jitter, JitteredExecutor
-from tilebudget.engine.model_config import PRESETS
-from tilebudget.engine.modelled_executor import ModelledExecutor
-from tilebudget.engine.profile import Profile, measure_profile, modelled_as
-from tilebudget.engine.profile_fit import TimedIteration, predict_runs
+from tilebudget.engine.model.config import PRESETS
+from tilebudget.engine.modelled.executor import ModelledExecutor
+from tilebudget.engine.modelled.jitter import Jitter, JitteredExecutor
+from tilebudget.engine.profiling.fit import TimedIteration, predict_runs
+from tilebudget.engine.profiling.profile import Profile, measure_profile, modelled_as
 from tilebudget.kernels.latency import IterationShape
 from tilebudget.kernels.sweep import FloatArray, IntArray
 

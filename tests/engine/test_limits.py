@@ -7,7 +7,7 @@ from fake_executor import FakeExecutor
 from tilebudget.engine import SLO, Engine, EngineConfig, Request, Workload, compute_metrics
 from tilebudget.engine.metrics import Limit
 from tilebudget.engine.slo import describe_limits, parse_limit
-from tilebudget.engine.workload import scale_load
+from tilebudget.engine.workloads.workload import scale_load
 
 LOAD = Workload(
     name="load",

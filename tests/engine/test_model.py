@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from tilebudget.engine import Batch, BlockManager, Request, Sequence
-from tilebudget.engine.hf_config import from_hf
-from tilebudget.engine.model import Model, rope_frequencies
-from tilebudget.engine.model_config import PRESETS, ModelConfig, RopeConfig
-from tilebudget.engine.model_input import build_input
-from tilebudget.engine.weights import load_weights, random_weights
+from tilebudget.engine.model.config import PRESETS, ModelConfig, RopeConfig
+from tilebudget.engine.model.hf_config import from_hf
+from tilebudget.engine.model.input import build_input
+from tilebudget.engine.model.model import Model, rope_frequencies
+from tilebudget.engine.model.weights import load_weights, random_weights
 
 CPU = torch.device("cpu")
 

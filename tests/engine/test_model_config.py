@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tilebudget.engine.hf_config import from_hf, resolve_model
-from tilebudget.engine.model_config import PRESETS, ModelConfig, RopeConfig
+from tilebudget.engine.model.config import PRESETS, ModelConfig, RopeConfig
+from tilebudget.engine.model.hf_config import from_hf, resolve_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

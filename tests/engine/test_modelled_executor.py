@@ -21,8 +21,8 @@ from tilebudget.engine import (
     Workload,
 )
 from tilebudget.engine.executor import ExecutorWrapper
-from tilebudget.engine.model_config import ModelConfig
-from tilebudget.engine.modelled_executor import ModelledExecutor
+from tilebudget.engine.model.config import ModelConfig
+from tilebudget.engine.modelled.executor import ModelledExecutor
 from tilebudget.kernels.latency import IterationShape
 
 
@@ -93,7 +93,7 @@ def test_whole_prompts_beyond_the_unrolled_table_are_looked_up_in_the_table(monk
     config = EngineConfig(policy="orca", token_budget=None, max_num_seqs=4)
     load = make_workload([(0.0, 300, 2), (0.0, 200, 2)])
     whole = Engine(ModelledExecutor(make_table(), MODEL)).run(load, config)
-    monkeypatch.setattr("tilebudget.engine.modelled_executor.LARGEST_UNROLLED_TOKENS", 64)
+    monkeypatch.setattr("tilebudget.engine.modelled.executor.LARGEST_UNROLLED_TOKENS", 64)
     small = Engine(ModelledExecutor(make_table(), MODEL)).run(load, config)
     assert small.iterations.duration_s.tolist() == pytest.approx(whole.iterations.duration_s.tolist(), rel=1e-12)
 

@@ -22,9 +22,9 @@ from tilebudget.engine import (
     compute_metrics,
     reference_decode,
 )
-from tilebudget.engine.modelled_executor import ModelledExecutor
-from tilebudget.engine.modelled_pipeline import Link, ModelledPipeline, system_links
-from tilebudget.engine.partition import Partition
+from tilebudget.engine.distributed.partition import Partition
+from tilebudget.engine.modelled.executor import ModelledExecutor
+from tilebudget.engine.modelled.pipeline import Link, ModelledPipeline, system_links
 from tilebudget.kernels.latency import LatencyTable
 from tilebudget.kernels.silicon import SystemSpec
 

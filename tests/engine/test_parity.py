@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_executor import TOKEN_COSTS
 from tilebudget.engine import POLICY_NAMES, Batch, Engine, EngineConfig, Request, StepResult, Workload
-from tilebudget.engine.model import Model
+from tilebudget.engine.model.model import Model
 from tilebudget.engine.torch_executor import TorchExecutor
 from torch import Tensor
 

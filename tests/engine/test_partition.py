@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from tilebudget.engine import Batch, BlockManager, Request, Sequence
-from tilebudget.engine.hf_config import from_hf
-from tilebudget.engine.model import Model
-from tilebudget.engine.model_config import PRESETS
-from tilebudget.engine.model_input import ModelInput, build_input
-from tilebudget.engine.partition import Partition, even_layers
-from tilebudget.engine.weights import load_weights, random_weights
+from tilebudget.engine.distributed.partition import Partition, even_layers
+from tilebudget.engine.model.config import PRESETS
+from tilebudget.engine.model.hf_config import from_hf
+from tilebudget.engine.model.input import ModelInput, build_input
+from tilebudget.engine.model.model import Model
+from tilebudget.engine.model.weights import load_weights, random_weights
 from torch import Tensor
 
 CPU = torch.device("cpu")

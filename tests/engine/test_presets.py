@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tilebudget.engine import PRESETS, Workload, load_trace, preset_workload
-from tilebudget.engine.presets import QUANTILE_LEVELS, Quantiles
+from tilebudget.engine.workloads.presets import QUANTILE_LEVELS, Quantiles
 
 
 def columns(workload: Workload) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from cost_device import CostDevice
 from tilebudget.engine import Engine, EngineConfig, preset_workload
-from tilebudget.engine.model_config import PRESETS
-from tilebudget.engine.modelled_executor import ModelledExecutor
-from tilebudget.engine.profile import measure_profile
-from tilebudget.engine.profile_fit import TimedIteration, calibrate
-from tilebudget.engine.profile_grid import ProfileGrid
-from tilebudget.engine.profile_timer import loop_overhead_ms
+from tilebudget.engine.model.config import PRESETS
+from tilebudget.engine.modelled.executor import ModelledExecutor
+from tilebudget.engine.profiling.fit import TimedIteration, calibrate
+from tilebudget.engine.profiling.grid import ProfileGrid
+from tilebudget.engine.profiling.profile import measure_profile
+from tilebudget.engine.profiling.timer import loop_overhead_ms
 from tilebudget.engine.torch_executor import TorchExecutor
 from tilebudget.kernels.latency import IterationShape, LatencyTable
 from tilebudget.kernels.latency_file import LatencyFileError, load_table

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from tilebudget.engine import EngineConfig
-from tilebudget.engine.server_command import served_model, template_command
+from tilebudget.engine.server.command import served_model, template_command
 
 CONFIG = EngineConfig(token_budget=768, max_num_seqs=64, max_model_len=4096)
 

@@ -21,10 +21,10 @@ from tilebudget.engine import (
     sound_stop,
     tbt_gaps,
 )
-from tilebudget.engine.server_command import check_words, template_command
-from tilebudget.engine.server_engine import ServerEngine
-from tilebudget.engine.server_error import ServerError
-from tilebudget.engine.server_process import ServerProcess, free_port
+from tilebudget.engine.server.command import check_words, template_command
+from tilebudget.engine.server.engine import ServerEngine
+from tilebudget.engine.server.error import ServerError
+from tilebudget.engine.server.process import ServerProcess, free_port
 
 CONFIG = EngineConfig(token_budget=64, max_num_seqs=8, max_model_len=256)
 WORKLOAD = Workload(

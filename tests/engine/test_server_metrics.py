@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tilebudget.engine.server_metrics import ServerCounters, ServerView, parse_samples, read_counters
+from tilebudget.engine.server.metrics import ServerCounters, ServerView, parse_samples, read_counters
 
 VLLM = """# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.
 # TYPE vllm:num_preemptions_total counter

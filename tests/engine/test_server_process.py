@@ -11,8 +11,8 @@ from time import monotonic, sleep
 
 import pytest
 from server_command import fake_server_command
-from tilebudget.engine.server_error import ServerError
-from tilebudget.engine.server_process import (
+from tilebudget.engine.server.error import ServerError
+from tilebudget.engine.server.process import (
     ServerProcess,
     free_port,
     is_healthy,
@@ -54,7 +54,7 @@ def test_a_server_without_a_health_page_is_asked_for_its_models(tmp_path: Path) 
 
 
 def test_the_whole_group_ends_even_what_ignores_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilebudget.engine.server_process.TERM_GRACE_S", 0.3)
+    monkeypatch.setattr("tilebudget.engine.server.process.TERM_GRACE_S", 0.3)
     script = (
         "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

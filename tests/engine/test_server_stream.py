@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from tilebudget.engine.server_error import ServerError
-from tilebudget.engine.server_stream import TokenStream
+from tilebudget.engine.server.error import ServerError
+from tilebudget.engine.server.stream import TokenStream
 
 
 def event(text: str = "x", *, completed: int | None = None, **choice: object) -> bytes:

@@ -21,10 +21,10 @@ from tilebudget.engine import (
 )
 from tilebudget.engine import device as device_module
 from tilebudget.engine import torch_executor as executor_module
-from tilebudget.engine.model_config import PRESETS
-from tilebudget.engine.model_input import ModelInput
+from tilebudget.engine.model.config import PRESETS
+from tilebudget.engine.model.input import ModelInput
+from tilebudget.engine.model.torch_ops import PagedKV
 from tilebudget.engine.torch_executor import TorchExecutor
-from tilebudget.engine.torch_ops import PagedKV
 
 CONFIG = EngineConfig(token_budget=64, max_num_seqs=8, max_model_len=128, block_size=8)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_executor import FakeExecutor
 from tilebudget.engine import Engine, EngineConfig, compute_metrics, load_trace
-from tilebudget.engine.traces import TRACE_FORMATS
+from tilebudget.engine.workloads.traces import TRACE_FORMATS
 
 
 def _conversation(question: int, answer: int) -> dict[str, list[dict[str, str]]]:

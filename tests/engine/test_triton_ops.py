@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 from tilebudget.engine import Batch, BlockManager, Engine, EngineConfig, Request, RunRecord, Sequence, Workload
-from tilebudget.engine.decode_graphs import DecodeGraphs, batch_ladder, greedy
-from tilebudget.engine.kernel_choice import choose_ops, measured_ops
-from tilebudget.engine.model import Model
-from tilebudget.engine.model_config import PRESETS, ModelConfig, RopeConfig
-from tilebudget.engine.model_input import build_input
+from tilebudget.engine.model.config import PRESETS, ModelConfig, RopeConfig
+from tilebudget.engine.model.decode_graphs import DecodeGraphs, batch_ladder, greedy
+from tilebudget.engine.model.input import build_input
+from tilebudget.engine.model.kernel_choice import choose_ops, measured_ops
+from tilebudget.engine.model.model import Model
+from tilebudget.engine.model.torch_ops import TorchOps
+from tilebudget.engine.model.triton_ops import OPERATIONS, TritonOps, TritonPagedKV, attention_input, unsupported
+from tilebudget.engine.model.weights import ModelWeights, random_weights
 from tilebudget.engine.torch_executor import TorchExecutor
-from tilebudget.engine.torch_ops import TorchOps
-from tilebudget.engine.triton_ops import OPERATIONS, TritonOps, TritonPagedKV, attention_input, unsupported
-from tilebudget.engine.weights import ModelWeights, random_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

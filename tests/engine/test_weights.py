@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tilebudget.engine.hf_config import from_hf
-from tilebudget.engine.model_config import PRESETS
-from tilebudget.engine.weights import ModelWeights, load_weights, random_weights
+from tilebudget.engine.model.config import PRESETS
+from tilebudget.engine.model.hf_config import from_hf
+from tilebudget.engine.model.weights import ModelWeights, load_weights, random_weights
 
 CPU = torch.device("cpu")
 

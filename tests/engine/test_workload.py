@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tilebudget.engine import Request, Workload, assign_arrivals, preset_workload
-from tilebudget.engine.workload import RawRequests, assemble_workload, clip_lengths
+from tilebudget.engine.workloads.workload import RawRequests, assemble_workload, clip_lengths
 
 
 def raw(*rows: tuple[float, int, int]) -> RawRequests:

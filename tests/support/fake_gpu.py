@@ -33,11 +33,11 @@ def main() -> None:
     """Compile, serve, count."""
     driver.set_active(FakeDriver())
     from tilebudget.engine import BlockManager, Engine, EngineConfig, Request, Workload, decode_graphs, torch_executor
-    from tilebudget.engine.decode_graphs import DecodeGraphs
-    from tilebudget.engine.model import Model
-    from tilebudget.engine.model_config import ModelConfig
-    from tilebudget.engine.triton_ops import TritonOps, TritonPagedKV
-    from tilebudget.engine.weights import random_weights
+    from tilebudget.engine.model.config import ModelConfig
+    from tilebudget.engine.model.decode_graphs import DecodeGraphs
+    from tilebudget.engine.model.model import Model
+    from tilebudget.engine.model.triton_ops import TritonOps, TritonPagedKV
+    from tilebudget.engine.model.weights import random_weights
     from tilebudget.kernels import activation, attention, gemm, norm, rotary
 
     modules: list[Any] = [activation, attention, gemm, norm, rotary]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from tilebudget.engine.model_config import PRESETS
-from tilebudget.engine.modelled_executor import ModelledExecutor
+from tilebudget.engine.model.config import PRESETS
+from tilebudget.engine.modelled.executor import ModelledExecutor
 from tilebudget.kernels.latency import LatencyTable
 from tilebudget.kernels.step_curve import StepCurve
 from tilebudget.kernels.surface import Surface

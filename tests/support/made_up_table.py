@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from tilebudget.engine.model_config import ModelConfig
+from tilebudget.engine.model.config import ModelConfig
 from tilebudget.kernels.latency import LatencyTable
 from tilebudget.kernels.step_curve import StepCurve
 from tilebudget.kernels.surface import Surface

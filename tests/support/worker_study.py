@@ -6,13 +6,13 @@ from pathlib import Path
 
 from stair_device import StairDevice
 from tilebudget.autotune.config import TuneConfig
-from tilebudget.autotune.parallel import LocalWorkers
 from tilebudget.autotune.problem import Problem, read_device, state_problem
-from tilebudget.autotune.stored_study import STUDY_NAME, StoredStudy
-from tilebudget.autotune.study import BudgetStudy
-from tilebudget.autotune.trial import TrialRow, TrialRunner
-from tilebudget.autotune.trial_queue import TrialQueue
-from tilebudget.autotune.worker import serve
+from tilebudget.autotune.study.parallel import LocalWorkers
+from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
+from tilebudget.autotune.study.study import BudgetStudy
+from tilebudget.autotune.study.trial import TrialRow, TrialRunner
+from tilebudget.autotune.study.trial_queue import TrialQueue
+from tilebudget.autotune.study.worker import serve
 from tilebudget.engine import Workload
 
 CONFIG = TuneConfig(

@@ -1,0 +1,1 @@
+"""Measuring a server that speaks the OpenAI completions API: its process, its streams, its own metrics."""
