@@ -68,9 +68,10 @@ def test_a_run_has_a_record_like_any_engine(plain: tuple[RunRecord, Path]) -> No
     assert len(record.token_s) == 72
     assert (np.diff(record.token_s) >= 0.0).all()
     frame = record.request_frame()
-    for arrival_s, token_s in zip(frame["arrival_s"], frame["token_s"], strict=True):
+    assert record.server is not None
+    for arrival_s, sent_s, token_s in zip(frame["arrival_s"], record.server.sent_s, frame["token_s"], strict=True):
         assert len(token_s) == 6
-        assert (np.diff(np.concatenate([[arrival_s], token_s])) >= 0.0).all()
+        assert (np.diff(np.concatenate([[arrival_s, sent_s], token_s])) >= 0.0).all()
     assert record.stopped is None
 
 
@@ -131,6 +132,8 @@ def test_too_long_requests_are_not_sent(tmp_path: Path) -> None:
     long = Request(arrival_s=0.0, prompt_tokens=300, output_tokens=6)
     record = launched(tmp_path).run(Workload(name="w", requests=(long, WORKLOAD.requests[0])), CONFIG)
     assert record.requests.status == ("rejected_model_len", "finished")
+    assert record.server is not None
+    assert np.isnan(record.server.sent_s).tolist() == [True, False]
     assert compute_metrics(record).num_rejected_model_len == 1
 
 
