@@ -160,7 +160,10 @@ def compare(ours: Sequence[Samples], theirs: Sequence[Samples]) -> list[dict[str
 
 
 def _percentiles(runs: Sequence[Samples], name: str, chosen: Iterable[int]) -> npt.NDArray[np.float64]:
-    return np.percentile(np.concatenate([runs[index][name] for index in chosen]), LEVELS)
+    percentiles: npt.NDArray[np.float64] = np.percentile(
+        np.concatenate([runs[index][name] for index in chosen]), LEVELS
+    )
+    return percentiles
 
 
 def vllm_environment(vllm: str, folder: Path) -> dict[str, str]:

@@ -171,9 +171,9 @@ class _Stretches:
     def place_of(self, pages: Int64Array) -> Int64Array:
         """The place of each page when all stretches lie end to end."""
         shifts = self.places - self.starts
-        if len(shifts) == 1:
-            return pages + shifts[0]
-        return pages + shifts[np.searchsorted(self.stops, pages, side="right")]
+        shift = shifts[0] if len(shifts) == 1 else shifts[np.searchsorted(self.stops, pages, side="right")]
+        places: Int64Array = pages + shift
+        return places
 
     def slices(self) -> list[tuple[slice, slice]]:
         """Of each stretch its places and its pages."""

@@ -135,7 +135,7 @@ def _factors(shares: FloatArray, ratios: FloatArray, weights: FloatArray, owners
     """Factors of the columns of ``shares`` ``[iterations, parts]`` by which rows add up to ``ratios``, up to a level
     of each owner's own; then times the median of these levels, each owner weighing as much as its rows."""
     _, owners = np.unique(owners, return_inverse=True)
-    sizes = np.bincount(owners, weights)
+    sizes = np.asarray(np.bincount(owners, weights), dtype=np.float64)
     root = np.sqrt(weights / weights.mean())
     factors = np.ones(shares.shape[1])
     level = 1.0

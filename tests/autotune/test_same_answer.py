@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from made_up_device import EDGES, modelled
-from tilebudget.autotune import Recommendation, TuneConfig, parallel, tune
+from tilebudget.autotune import Recommendation, TuneConfig, tune
+from tilebudget.autotune.study import parallel
 from tilebudget.engine import BlockManager, EngineConfig, Workload
 
 CONFIG = TuneConfig(

@@ -16,7 +16,8 @@ from optuna.storages._grpc.server import make_server
 from optuna.trial import TrialState
 from postgres_server import PostgresServer, free_port, server_programs
 from stair_device import StairDevice
-from tilebudget.autotune import TuneConfig, storages, tune, tuning
+from tilebudget.autotune import TuneConfig, tune, tuning
+from tilebudget.autotune.study import storages
 from tilebudget.autotune.study.holder import Holder
 from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
 from tilebudget.autotune.study.trial_queue import Claim, TrialQueue

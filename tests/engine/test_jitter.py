@@ -80,4 +80,5 @@ def test_runs_get_the_tail_and_the_same_one_every_time(profile: Profile) -> None
 def test_a_profile_without_runs_has_no_jitter_to_model(profile: Profile) -> None:
     assert profile.jitter is None
     assert isinstance(modelled_as(profile, MODEL), ModelledExecutor)
-    assert Jitter.of(*(times_ms[:99] for times_ms in paused(profile, 1.0, 0.5))) is None
+    predicted_ms, measured_ms, runs = paused(profile, 1.0, 0.5)
+    assert Jitter.of(predicted_ms[:99], measured_ms[:99], runs[:99]) is None

@@ -32,7 +32,8 @@ class FakeDriver:
 def main() -> None:
     """Compile, serve, count."""
     driver.set_active(FakeDriver())
-    from tilebudget.engine import BlockManager, Engine, EngineConfig, Request, Workload, decode_graphs, torch_executor
+    from tilebudget.engine import BlockManager, Engine, EngineConfig, Request, Workload, torch_executor
+    from tilebudget.engine.model import decode_graphs
     from tilebudget.engine.model.config import ModelConfig
     from tilebudget.engine.model.decode_graphs import DecodeGraphs
     from tilebudget.engine.model.model import Model
