@@ -108,13 +108,11 @@ def compare(model: ModelConfig, workload: Workload, options: argparse.Namespace)
                 for metric in METRICS:
                     found.setdefault((budget, metric), []).append(float(values[metric] or 0.0))
                 print(f"{model.name} {repeat + 1}/{options.repeats} budget {budget}", file=sys.stderr)
+    modelled = [Engine(modelled_as(profile, model, seed=seed)) for seed in range(options.repeats)]
     rows = []
     for budget in options.budgets:
         config = replace(base, token_budget=budget)
-        predicted = [
-            compute_metrics(Engine(modelled_as(profile, model, seed=seed)).run(workload, config)).to_row()
-            for seed in range(options.repeats)
-        ]
+        predicted = [compute_metrics(engine.run(workload, config)).to_row() for engine in modelled]
         for metric in METRICS:
             values_found = found[budget, metric]
             rows.append(

@@ -1,4 +1,4 @@
-"""Our figures of a server beside those of ``vllm bench serve``, for the same load on the same server, in turn.
+"""Our figures of a server beside those of ``vllm bench serve``, for the same load on the same server.
 
     python benchmarks/server_agreement.py --vllm .../bin/vllm --json
 
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -69,7 +70,7 @@ def measure_ours(base_url: str, sizes: argparse.Namespace, workload: Workload) -
     record = engine.run(workload, limits)
     assert record.server is not None
     arrival_s, sent_s = record.requests.arrival_s, record.server.sent_s
-    tokens_s = [np.sort(record.token_s[record.token_request == index]) for index in range(sizes.num_requests)]
+    tokens_s = record.request_frame()["token_s"]
     first_s = np.array([times[0] for times in tokens_s])
     tpot_s = np.array([(times[-1] - times[0]) / (len(times) - 1) for times in tokens_s])
     metrics = compute_metrics(record)
@@ -226,20 +227,19 @@ def main() -> None:
             server.wait_until_healthy(900.0)
             base_url = server.base_url
         measure_ours(base_url, sizes, load(sizes, seed=2 * sizes.repeats))  # warms the server up
-        for seed in range(sizes.repeats):
 
-            def measure_and_keep(seed: int = seed) -> None:
-                ours.append(measure_ours(base_url, sizes, load(sizes, seed=2 * seed)))
+        def measure_and_keep(repeat: int, when: str) -> None:
+            due = "meanwhile" if sizes.request_rate is not None else ("before", "after")[repeat % 2]
+            if when == due:
+                ours.append(measure_ours(base_url, sizes, load(sizes, seed=2 * repeat)))
 
-            together = sizes.request_rate is not None
-            if not together and seed % 2 == 0:
-                measure_and_keep()
-            meanwhile = measure_and_keep if together else lambda: None
-            workload = load(sizes, seed=2 * seed + 1)
+        for repeat in range(sizes.repeats):
+            measure_and_keep(repeat, "before")
+            meanwhile = partial(measure_and_keep, repeat, "meanwhile")
+            workload = load(sizes, seed=2 * repeat + 1)
             theirs.append(measure_theirs(base_url, sizes, workload, model, environment, meanwhile))
-            if not together and seed % 2:
-                measure_and_keep()
-            print(f"repeat {seed + 1}/{sizes.repeats}", file=sys.stderr)
+            measure_and_keep(repeat, "after")
+            print(f"repeat {repeat + 1}/{sizes.repeats}", file=sys.stderr)
     rows = compare(ours, theirs)
     document = {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
