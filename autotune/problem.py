@@ -16,6 +16,7 @@ from ..engine.token_costs import TokenCosts
 from ..engine.workloads.presets import preset_workload
 from ..engine.workloads.traces import load_trace
 from ..engine.workloads.workload import assign_arrivals
+from ..kernels.latency import LatencyTable
 from ..kernels.measure import GEMM_KERNELS
 from ..kernels.tile_report import TileAnalysis, candidate_edges
 from ..kernels.tiles import tile_edges
@@ -63,6 +64,11 @@ class Problem:
     def objective(self) -> Objective:
         """What the study maximises."""
         return OBJECTIVES[self.config.objective]
+
+    @property
+    def table(self) -> LatencyTable | None:
+        """The latency table of a modelled device."""
+        return self.executor.table if isinstance(self.executor, AnyModelled) else None
 
     def make_runner(self, predictions: Mapping[int, Prediction] | None = None) -> TrialRunner:
         """What runs the trials; ``predictions`` are the latency model's, by budget."""

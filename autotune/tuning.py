@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from ..engine import Workload
-from ..engine.metrics import QUANTILE_FIELDS, SLO
 from ..engine.modelled.pipeline import AnyModelled
 from ..engine.server.engine import Target
 from ..kernels.latency import LatencyTable
@@ -26,19 +25,9 @@ from .disaggregation import Yardstick, compare_disaggregated
 from .environment import command_line, package_versions, source_commit
 from .importance import IMPORTANCE_FILE, parameter_importance
 from .problem import Problem, load_workload, state_problem, workload_summary
-from .recommendation import (
-    Alternative,
-    Confidence,
-    EngineSettings,
-    Figure,
-    Key,
-    Recommendation,
-    Sensitivity,
-    SLOInfo,
-    model_key,
-)
+from .recommend import at_choice, recommend
+from .recommendation import Recommendation, Sensitivity
 from .run_folder import RunFolder, default_run_dir
-from .selection import Choice, Contender, rule
 from .sensitivity import find_sensitivity
 from .server import check_server_study, make_target, read_target
 from .store import save_recommendation
@@ -46,25 +35,9 @@ from .study.device_lock import device_lock
 from .study.parallel import LocalWorkers, num_cores
 from .study.stored_study import STUDY_NAME, StoredStudy
 from .study.study import BudgetStudy
-from .study.trial import TrialRow
+from .study.trial import TrialRow, TrialRunner
 from .study.worker import spawned_work, work
-from .verdict import describe_alternative, write_verdict
 from .warm_start import WarmStart, warm_start
-
-EXPECTED_METRICS = (
-    "tbt_p50_ms",
-    "tbt_p99_ms",
-    "tbt_p999_ms",
-    "tbt_max_ms",
-    "ttft_p50_ms",
-    "output_tokens_per_s",
-    "total_tokens_per_s",
-    "bubble_fraction",
-    "bubble_fraction_2",
-    "bubble_fraction_4",
-    "bubble_fraction_8",
-    "iteration_cv",
-)
 
 
 def tune(
@@ -107,82 +80,130 @@ def tune(
     command = command or command_line()
     report_progress = progress or (lambda phase, done, planned, row: None)
     with folder.locked():
-        nameable = executor is None and workload is None
-        executor = executor or make_target(config, folder.logs)
-        workload = workload or load_workload(config, executor.max_position)
-        where = storage or str(folder.journal)
-        name = study_name or (STUDY_NAME if storage is None else folder.path.resolve().name)
-        with _start_workers(num_workers, where, name, config, executor, workload) as workers:
-            stored = StoredStudy(where, name, config.identity())
-            facts = stored.read_facts()
-            resumed = facts is not None
-            with device_lock(executor):
-                facts = facts or read_target(config, executor, workload, edges)
-                problem = state_problem(config, executor, workload, facts)
-                # A modelled device is the model already.
-                asks_model = config.warm_start and not executor.virtual_time
-                warm = warm_start(problem, folder, resumed=resumed) if asks_model else WarmStart(predictions={})
-            _write_environment(folder, problem, command, warm.note)
-            if not resumed:
-                stored.write_setting(config if nameable else None, facts, workload, executor)
-            runner = problem.make_runner(warm.predictions)
-            until_s = math.inf if config.time_limit is None else perf_counter() + config.time_limit
-            study = BudgetStudy(
-                problem.space,
-                runner,
-                stored.queue(problem.variance_metric),
-                variance_metric=problem.variance_metric,
-                seed=config.seed,
-                max_concurrent=config.max_concurrent,
-                suggestions=warm.suggestions,
-            )
-
-            def on_trial(row: TrialRow, done: int, planned: int) -> None:
-                folder.write_trials(study.rows())
-                report_progress("search", done, planned, row)
-
-            with stored.leading():
-                workers.begin()
-                search_rows = study.search(config.num_trials, on_trial, runs_here=num_workers != 0, until_s=until_s)
-        time_note = ""
-        if perf_counter() > until_s and len(search_rows) < config.num_trials:
-            time_note = (
-                f"The time limit of {config.time_limit:g} s ended the search after {len(search_rows)} of "
-                f"{config.num_trials} trials."
-            )
-        contenders, repeats = repeat_contenders(problem, runner, search_rows, report_progress, until_s)
-        drift_pct, anchors = check_drift(problem, runner, search_rows, report_progress)
-        choice = problem.judge.choose(contenders)
-        policies = compare_policies(problem, runner, choice, report_progress)
-        confidence = state_confidence(problem.judge, choice, contenders, problem.slo, drift_pct, time_note)
-        sensitivity: list[Sensitivity] = []
-        if choice.best is not None and choice.status == "feasible":
-            chosen = _chosen(problem, choice)
-            alike = [row for row in search_rows if chosen.space.find(*row.setting) is not None]
-            sensitivity = find_sensitivity(chosen, choice.best.candidate.token_budget, alike, warm.table)
-        rows = [*search_rows, *(row for row, _ in (*repeats, *anchors, *policies))]
-        records = [(row, record) for row, record in policies if record is not None and row.state == "complete"]
-        recommendation = _recommend(problem, choice, contenders, search_rows, rows, command, confidence, sensitivity)
-        folder.write_trials(rows)
-        folder.write_records(records)
-        metrics = (("total_tokens_per_s", True), ("tbt_p99_ms", False), (problem.variance_metric, False))
-        importance = parameter_importance(search_rows, metrics)
-        if importance is not None:
-            folder.write_json(IMPORTANCE_FILE, importance)
-        _write_curves(folder, _chosen(problem, choice), recommendation.token_budget, _table(executor) or warm.table)
-        folder.write_json("recommendation.json", recommendation.to_json())
-        if yardstick is not None and recommendation.token_budget is not None:
-            comparison = compare_disaggregated(
-                _chosen(problem, choice),
-                recommendation.token_budget,
-                yardstick,
-                lambda done: report_progress("yardstick", done, 0, None),
-            )
-            folder.write_json("disaggregation.json", comparison)
+        searched = _search(
+            config,
+            folder,
+            executor,
+            workload,
+            edges=edges,
+            storage=storage,
+            study_name=study_name,
+            num_workers=num_workers,
+            command=command,
+            progress=report_progress,
+        )
+        recommendation = _conclude(searched, folder, yardstick, command, report_progress)
         folder.point_latest()
         build_report(folder.path)
         save_recommendation(recommendation)
         return recommendation
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Searched:
+    """A study whose search is done: its rows, what runs more of the same, what the model expected of it, and until when
+    (``perf_counter``) repeats may begin."""
+
+    problem: Problem
+    runner: TrialRunner
+    warm: WarmStart
+    rows: Sequence[TrialRow]
+    until_s: float
+
+
+def _search(
+    config: TuneConfig,
+    folder: RunFolder,
+    executor: Target | None,
+    workload: Workload | None,
+    *,
+    edges: Iterable[int] | None,
+    storage: str | None,
+    study_name: str | None,
+    num_workers: int | None,
+    command: str,
+    progress: ProgressSink,
+) -> _Searched:
+    """Begin the study, or go on with it, and run its search here and on its workers."""
+    nameable = executor is None and workload is None
+    executor = executor or make_target(config, folder.logs)
+    workload = workload or load_workload(config, executor.max_position)
+    where = storage or str(folder.journal)
+    name = study_name or (STUDY_NAME if storage is None else folder.path.resolve().name)
+    with _start_workers(num_workers, where, name, config, executor, workload) as workers:
+        stored = StoredStudy(where, name, config.identity())
+        facts = stored.read_facts()
+        resumed = facts is not None
+        with device_lock(executor):
+            facts = facts or read_target(config, executor, workload, edges)
+            problem = state_problem(config, executor, workload, facts)
+            # A modelled device is the model already.
+            asks_model = config.warm_start and not executor.virtual_time
+            warm = warm_start(problem, folder, resumed=resumed) if asks_model else WarmStart(predictions={})
+        _write_environment(folder, problem, command, warm.note)
+        if not resumed:
+            stored.write_setting(config if nameable else None, facts, workload, executor)
+        runner = problem.make_runner(warm.predictions)
+        until_s = math.inf if config.time_limit is None else perf_counter() + config.time_limit
+        study = BudgetStudy(
+            problem.space,
+            runner,
+            stored.queue(problem.variance_metric),
+            variance_metric=problem.variance_metric,
+            seed=config.seed,
+            max_concurrent=config.max_concurrent,
+            suggestions=warm.suggestions,
+        )
+
+        def on_trial(row: TrialRow, done: int, planned: int) -> None:
+            folder.write_trials(study.rows())
+            progress("search", done, planned, row)
+
+        with stored.leading():
+            workers.begin()
+            rows = study.search(config.num_trials, on_trial, runs_here=num_workers != 0, until_s=until_s)
+    return _Searched(problem=problem, runner=runner, warm=warm, rows=rows, until_s=until_s)
+
+
+def _conclude(
+    searched: _Searched, folder: RunFolder, yardstick: Yardstick | None, command: str, progress: ProgressSink
+) -> Recommendation:
+    """Repeat the best budgets, choose, compare and recommend; every file of the run folder that follows from it."""
+    problem, runner, search_rows = searched.problem, searched.runner, searched.rows
+    time_note = _time_note(searched)
+    contenders, repeats = repeat_contenders(problem, runner, search_rows, progress, searched.until_s)
+    drift_pct, anchors = check_drift(problem, runner, search_rows, progress)
+    choice = problem.judge.choose(contenders)
+    policies = compare_policies(problem, runner, choice, progress)
+    chosen = at_choice(problem, choice)
+    confidence = state_confidence(problem.judge, choice, contenders, problem.slo, drift_pct, time_note)
+    sensitivity: list[Sensitivity] = []
+    if choice.best is not None and choice.status == "feasible":
+        alike = [row for row in search_rows if chosen.space.find(*row.setting) is not None]
+        sensitivity = find_sensitivity(chosen, choice.best.candidate.token_budget, alike, searched.warm.table)
+    rows = [*search_rows, *(row for row, _ in (*repeats, *anchors, *policies))]
+    recommendation = recommend(problem, choice, contenders, search_rows, rows, command, confidence, sensitivity)
+    folder.write_trials(rows)
+    folder.write_records([(row, record) for row, record in policies if record is not None and row.state == "complete"])
+    metrics = (("total_tokens_per_s", True), ("tbt_p99_ms", False), (problem.variance_metric, False))
+    importance = parameter_importance(search_rows, metrics)
+    if importance is not None:
+        folder.write_json(IMPORTANCE_FILE, importance)
+    _write_curves(folder, chosen, recommendation.token_budget, problem.table or searched.warm.table)
+    folder.write_json("recommendation.json", recommendation.to_json())
+    if yardstick is not None and recommendation.token_budget is not None:
+        comparison = compare_disaggregated(
+            chosen, recommendation.token_budget, yardstick, lambda done: progress("yardstick", done, 0, None)
+        )
+        folder.write_json("disaggregation.json", comparison)
+    return recommendation
+
+
+def _time_note(searched: _Searched) -> str:
+    config, done = searched.problem.config, len(searched.rows)
+    if perf_counter() <= searched.until_s or done >= config.num_trials:
+        return ""
+    return f"The time limit of {config.time_limit:g} s ended the search after {done} of {config.num_trials} trials."
 
 
 def _start_workers(
@@ -205,104 +226,6 @@ def _start_workers(
     return LocalWorkers(count, partial(spawned_work, storage, study_name, parent, visible_gpus(executor)), spawned=True)
 
 
-def _recommend(
-    problem: Problem,
-    choice: Choice,
-    contenders: Sequence[Contender],
-    search_rows: Sequence[TrialRow],
-    rows: Sequence[TrialRow],
-    command: str,
-    confidence: Confidence,
-    sensitivity: Sequence[Sensitivity],
-) -> Recommendation:
-    config, best = _chosen(problem, choice).config, choice.best
-    device, reference = problem.executor.describe(), problem.facts.reference
-    expected: dict[str, Figure] = {}
-    for metric in dict.fromkeys((*EXPECTED_METRICS, problem.objective.metric, *_limited_metrics(problem.slo))):
-        spread = best.spread(metric) if best is not None else None
-        if spread is not None:
-            expected[metric] = Figure(**asdict(spread))
-    return Recommendation(
-        status=choice.status,
-        token_budget=_budget(choice),
-        verdict=_verdict(problem, choice, contenders, confidence, sensitivity),
-        rule=rule(problem.objective, problem.slo),
-        key=Key(
-            model=model_key(config.model),
-            device=str(device["device"]),
-            dtype=str(device["dtype"]),
-            tensor_parallel=config.tensor_parallel,
-            pipeline_parallel=config.pipeline_parallel,
-        ),
-        slo=SLOInfo(
-            name=problem.slo.name,
-            tbt_p99_ms=problem.slo.tbt_s * 1e3,
-            scheduling_delay_p50_s=None if problem.workload.saturated else problem.slo.max_scheduling_delay_s,
-            reference_decode_ms=None if reference is None else reference.duration_s * 1e3,
-            note="" if reference is None else reference.note,
-            **_limits(problem.slo),
-        ),
-        expected=expected,
-        alternatives=_alternatives(problem, choice, contenders, search_rows),
-        engine=EngineSettings(
-            model=config.model,
-            policy=config.policy,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=problem.engine_config.max_model_len,
-            block_size=config.block_size,
-            num_kv_blocks=problem.facts.num_kv_blocks,
-        ),
-        workload=workload_summary(problem.workload),
-        num_trials={state: sum(row.state == state for row in rows) for state in ("complete", "pruned", "failed")},
-        seed=config.seed,
-        command=command,
-        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        objective=problem.objective.name,
-        confidence=confidence,
-        sensitivity=sensitivity,
-    )
-
-
-def _verdict(
-    problem: Problem,
-    choice: Choice,
-    contenders: Sequence[Contender],
-    confidence: Confidence,
-    sensitivity: Sequence[Sensitivity],
-) -> str:
-    space = _chosen(problem, choice).space
-    verdict = write_verdict(choice, contenders, space, problem.slo, problem.judge, _table(problem.executor))
-    moved = [one.statement for one in sensitivity if one.token_budget != _budget(choice)]
-    stays = "" if not sensitivity or moved else "Neither SLO nor traffic 20% up or down would change it."
-    return " ".join(
-        part for part in (verdict, f"Confidence: {confidence.level}. {confidence.statement}", *moved, stays) if part
-    )
-
-
-def _chosen(problem: Problem, choice: Choice) -> Problem:
-    """The problem at the settings of the choice, where more than the budget was searched."""
-    searched_more = len(problem.space.variants) > 1
-    return problem.at(choice.best.candidate) if choice.best is not None and searched_more else problem
-
-
-def _budget(choice: Choice) -> int | None:
-    return None if choice.best is None else choice.best.candidate.token_budget
-
-
-def _limited_metrics(slo: SLO) -> list[str]:
-    """The columns that the limits on TTFT and E2E are about."""
-    limits = (("ttft", slo.ttft), ("e2e", slo.e2e))
-    return [f"{name}_{QUANTILE_FIELDS[limit.quantile]}_ms" for name, limit in limits if limit is not None]
-
-
-def _limits(slo: SLO) -> dict[str, float]:
-    limits = (("ttft", slo.ttft), ("e2e", slo.e2e))
-    found = [(name, limit) for name, limit in limits if limit is not None]
-    return {f"{name}_ms": limit.limit_s * 1e3 for name, limit in found} | {
-        f"{name}_quantile": limit.quantile for name, limit in found
-    }
-
-
 def _write_curves(folder: RunFolder, problem: Problem, token_budget: int | None, table: LatencyTable | None) -> None:
     """What batches cost on this device, where it has a latency table: a modelled device's own, or the warm start's."""
     if table is None:
@@ -311,45 +234,6 @@ def _write_curves(folder: RunFolder, problem: Problem, token_budget: int | None,
     sizes = BatchSizes.of(problem.workload, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len)
     spec = known_spec(problem.config.device) if problem.config.modelled else None
     folder.write_json(CURVES_FILE, cost_curves(table, sizes, token_budget=token_budget, spec=spec))
-
-
-def _table(executor: Target) -> LatencyTable | None:
-    return executor.table if isinstance(executor, AnyModelled) else None
-
-
-def _alternatives(
-    problem: Problem, choice: Choice, contenders: Sequence[Contender], search_rows: Sequence[TrialRow]
-) -> list[Alternative]:
-    """The repeated contenders, then the other budgets of the search that ran to their end."""
-    repeated = {contender.candidate for contender in contenders}
-    others = [
-        Contender(candidate=candidate, rows=(row,))
-        for row in search_rows
-        if row.state == "complete"
-        and (candidate := problem.space.find(*row.setting)) is not None
-        and candidate not in repeated
-    ]
-    alternatives = []
-    for contender in (*contenders, *others):
-        if choice.best is not None and contender.candidate == choice.best.candidate:
-            continue
-        figures = {
-            metric: None if (spread := contender.spread(metric)) is None else spread.value
-            for metric in ("tbt_p99_ms", "total_tokens_per_s", "bubble_fraction_4", "iteration_cv")
-        }
-        alternatives.append(
-            Alternative(
-                token_budget=contender.candidate.token_budget,
-                kind=contender.candidate.kind,
-                feasible=contender.feasible,
-                tie=contender.candidate in choice.ties,
-                reason=describe_alternative(contender, choice, problem.slo, problem.objective),
-                **figures,
-                max_num_seqs=contender.candidate.max_num_seqs,
-                policy=contender.candidate.policy,
-            )
-        )
-    return alternatives
 
 
 def _write_environment(folder: RunFolder, problem: Problem, command: str, warm_start_note: str) -> None:
