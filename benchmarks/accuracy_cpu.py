@@ -2,10 +2,11 @@
 
     python -P benchmarks/accuracy_cpu.py --json
 
-Profiles each model, runs the Azure conversation trace at every budget (interleaved repeats, in alternating order),
-and predicts the same runs from the profile's latency table. Profile and repeats take turns, a slice of the one before
-each of the other, so that a machine which is slow for a minute is slow for both. The median of as many modelled runs,
-each of another seed, is held to the median of the repeats. The order of two budgets counts where the ranges of their
+Profiles each model, runs the Azure conversation trace at every budget, several times, and predicts the same runs from
+the profile's latency table. Within each repeat a slice of the profile and the runs of all budgets take turns every few
+iterations, each with a cache of its own on the same weights, so that a machine which is slow for a second or a minute
+is slow for all of them. The median of as many modelled runs, each of another seed, is held to the median of the
+repeats. The order of two budgets counts where the ranges of their
 repeats do not overlap. Without the trace file the built-in azure-conv workload takes its place, and the output says so.
 """
 
@@ -15,7 +16,10 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -23,9 +27,10 @@ from statistics import median
 from time import perf_counter
 
 from tilebudget.autotune.environment import package_versions, source_commit
-from tilebudget.engine import Engine, EngineConfig, Workload, assign_arrivals, compute_metrics, load_trace
+from tilebudget.engine import Engine, EngineConfig, RunRecord, Workload, assign_arrivals, compute_metrics, load_trace
 from tilebudget.engine.model.config import PRESETS, ModelConfig
-from tilebudget.engine.profiling.profile import measure_profile, modelled_as
+from tilebudget.engine.profiling.profile import Profile, measure_profile, modelled_as
+from tilebudget.engine.run import Progress
 from tilebudget.engine.torch_executor import TorchExecutor
 from tilebudget.engine.workloads.presets import preset_workload
 
@@ -45,6 +50,10 @@ WIDE = replace(
     intermediate_size=1024,
 )
 MODELS: dict[str, ModelConfig] = {"tiny-llama": PRESETS["tiny-llama"], "wide": WIDE}
+
+#: Seconds that one may work before it is the next one's turn: many iterations, so that few of them find the caches full
+#: of what others did, and yet short.
+TURN_S = 0.25
 
 #: The bars: median error, and the worst one outside the measured spread, percent.
 MEDIAN_BAR_PCT, WORST_BAR_PCT = 5.0, 15.0
@@ -85,33 +94,123 @@ def order_kept(rows: Sequence[Row]) -> tuple[int, int]:
     return told, kept
 
 
+class Turns:
+    """Several threads of which one works at a time, ``TURN_S`` or a little more; next is who has done the least
+    share of its work, so that they all come to their ends together. ``names`` are all who take part."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._changed = threading.Condition()
+        self._shares = dict.fromkeys(names, 0.0)  # the one who worked last is last
+        self._worked_s = dict.fromkeys(self._shares, 0.0)
+        self._turn = next(iter(self._shares))
+        self._since_s = perf_counter()
+
+    @contextmanager
+    def taken(self, name: str) -> Iterator[None]:
+        """Take part as ``name``: wait for the first turn, and leave for good at the end."""
+        with self._changed:
+            self._wait(name)
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._shares[name]
+                self._next()
+
+    def pass_on(self, name: str, share: float) -> None:
+        """Of its work, ``name`` has done ``share``: let another one work when the turn is over."""
+        if perf_counter() - self._since_s < TURN_S:
+            return
+        with self._changed:
+            self._worked_s[name] = self.worked_s(name)
+            del self._shares[name]
+            self._shares[name] = share
+            self._next()
+            self._wait(name)
+
+    def worked_s(self, name: str) -> float:
+        """Seconds that ``name``, whose turn it is, has worked."""
+        return self._worked_s[name] + perf_counter() - self._since_s
+
+    def _next(self) -> None:
+        self._turn = min(self._shares, key=self._shares.__getitem__, default="")
+        self._changed.notify_all()
+
+    def _wait(self, name: str) -> None:
+        self._changed.wait_for(lambda: self._turn == name)
+        self._since_s = perf_counter()
+
+
+class Contest:
+    """A model's profile and its runs at every budget, each on an executor of its own over the same weights."""
+
+    def __init__(self, model: ModelConfig, workload: Workload, options: argparse.Namespace) -> None:
+        self.model, self.workload = model, workload
+        self.profiled = TorchExecutor.from_model(model, num_threads=options.num_threads, seed=options.seed)
+        base = EngineConfig(
+            token_budget=max(options.budgets),
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            seed=options.seed,
+        )
+        self.base = replace(base, num_kv_blocks=self.profiled.default_num_kv_blocks(base))
+        self.engines = {budget: Engine(TorchExecutor(self.profiled.model)) for budget in options.budgets}
+
+    def repeat(self, out: Path, profile_s: float) -> tuple[Profile, dict[int, RunRecord]]:
+        """``profile_s`` more of the profile in ``out``, and one run at each budget meanwhile."""
+        turns = Turns(["profile", *map(str, self.engines)])
+        with ThreadPoolExecutor(max_workers=1 + len(self.engines)) as pool:
+            profile = pool.submit(self._measure, turns, out, profile_s)
+            runs = {budget: pool.submit(self._run, turns, budget) for budget in self.engines}
+        return profile.result(), {budget: run.result() for budget, run in runs.items()}
+
+    def _measure(self, turns: Turns, out: Path, profile_s: float) -> Profile:
+        def worked_s() -> float:
+            return turns.worked_s("profile")
+
+        def on_progress(done: int, of: int) -> None:
+            turns.pass_on("profile", done / of)
+
+        with turns.taken("profile"):
+            return measure_profile(
+                self.profiled,
+                self.model,
+                self.base,
+                time_limit_s=profile_s,
+                out=out,
+                on_progress=on_progress,
+                clock=worked_s,
+            )
+
+    def _run(self, turns: Turns, budget: int) -> RunRecord:
+        num_gaps = sum(request.output_tokens - 1 for request in self.workload.requests)
+        num_done = 0
+
+        def monitor(progress: Progress) -> None:
+            nonlocal num_done
+            num_done += len(progress.gaps_s)
+            turns.pass_on(str(budget), num_done / num_gaps)
+
+        with turns.taken(str(budget)):
+            return self.engines[budget].run(self.workload, replace(self.base, token_budget=budget), monitor=monitor)
+
+
 def compare(model: ModelConfig, workload: Workload, options: argparse.Namespace) -> tuple[list[Row], dict[str, object]]:
     """The rows of one model, and what its profile says of itself."""
-    executor = TorchExecutor.from_model(model, num_threads=options.num_threads, seed=options.seed)
-    base = EngineConfig(
-        token_budget=max(options.budgets),
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=options.max_model_len,
-        seed=options.seed,
-    )
-    base = replace(base, num_kv_blocks=executor.default_num_kv_blocks(base))
-    real, profile_s = Engine(executor), 0.0
+    contest = Contest(model, workload, options)
     found: dict[tuple[int, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(options.repeats):
-            began = perf_counter()
-            limit_s = options.profile_s / options.repeats
-            profile = measure_profile(executor, model, base, time_limit_s=limit_s, out=Path(folder) / "profile.json")
-            profile_s += perf_counter() - began
-            for budget in options.budgets if repeat % 2 == 0 else reversed(options.budgets):
-                values = compute_metrics(real.run(workload, replace(base, token_budget=budget))).to_row()
+            profile, records = contest.repeat(Path(folder) / "profile.json", options.profile_s / options.repeats)
+            for budget, record in records.items():
+                values = compute_metrics(record).to_row()
                 for metric in METRICS:
                     found.setdefault((budget, metric), []).append(float(values[metric] or 0.0))
-                print(f"{model.name} {repeat + 1}/{options.repeats} budget {budget}", file=sys.stderr)
+            print(f"{model.name} {repeat + 1}/{options.repeats}", file=sys.stderr)
     modelled = [Engine(modelled_as(profile, model, seed=seed)) for seed in range(options.repeats)]
     rows = []
     for budget in options.budgets:
-        config = replace(base, token_budget=budget)
+        config = replace(contest.base, token_budget=budget)
         predicted = [compute_metrics(engine.run(workload, config)).to_row() for engine in modelled]
         for metric in METRICS:
             values_found = found[budget, metric]
@@ -127,7 +226,6 @@ def compare(model: ModelConfig, workload: Workload, options: argparse.Namespace)
                 )
             )
     about = {
-        "seconds": round(profile_s, 1),
         "points": profile.num_points,
         "samples": profile.num_samples,
         "run_iterations": profile.num_run_iterations,
@@ -183,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile-s", type=float, default=60.0, help="seconds to profile each model for, in all")
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--num-threads", type=int, default=None, help="CPU threads; default: torch's")
+    parser.add_argument("--num-threads", type=int, default=1, help="CPU threads of an operation")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     began = perf_counter()

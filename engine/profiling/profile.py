@@ -1,8 +1,9 @@
 """Measures the latency table of a device here, by timing the real model's own iterations.
 
-Coarse grid first, then token counts by bisection where neighbours disagree, then the fine grid, then the same again in
-shuffled rounds, so that drift of the machine hits all points alike; last some engine runs of a synthetic workload, to
-which the parts of the table are scaled. The coarse grid is always finished, the rest as far as the time allows.
+Coarse grid first, then token counts by bisection where neighbours disagree, then the fine grid. Then, in turns, some
+time of the same again in shuffled order and an engine run of a synthetic workload, to which the parts of the table are
+scaled: so that drift of the machine hits all alike. The coarse grid is always finished, the rest as far as the time
+allows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -25,10 +25,10 @@ from ..model.config import ModelConfig
 from ..modelled.executor import ModelledExecutor
 from ..modelled.jitter import Jitter, JitteredExecutor
 from ..request import Batch, Workload
-from ..run import Monitor
+from ..run import Progress
 from ..workloads.presets import preset_workload
 from .file import Measurements, read_measurements, save_profile
-from .fit import Subject, TimedIteration, calibrate, fit_table, predict_runs
+from .fit import Subject, TimedIteration, calibrate, fit_table, midmean, predict_runs
 from .grid import ProfileGrid
 from .timer import IterationTimer, loop_overhead_ms
 
@@ -39,21 +39,25 @@ MAX_TOKEN_POINTS = 40
 
 #: Samples of each iteration: at the first visit (after one to warm up), at each later one, and at most. A visit takes
 #: no more than the share of the allowed time, but for its first sample.
-FIRST_SAMPLES, ROUND_SAMPLES, MAX_SAMPLES = 2, 1, 15
+FIRST_SAMPLES, ROUND_SAMPLES, MAX_SAMPLES = 2, 1, 30
 SLOW_SHARE = 0.01
 
-#: By which share of the allowed time each phase ends.
-TOKENS_UNTIL, FINE_UNTIL, ROUNDS_UNTIL = 0.25, 0.45, 0.6
+#: By which share of the allowed time each phase ends; then the share that each turn of the last one takes, which is
+#: some seconds at least.
+TOKENS_UNTIL, FINE_UNTIL, TURN_SHARE = 0.25, 0.45, 0.18
+MIN_TURN_S = 2.0
 
-#: Whole runs: the workload that they are drawn from, how many budgets, and how many iterations a file keeps.
+#: Whole runs: the workload that they are drawn from, and how many iterations a file keeps.
 RUN_WORKLOAD = "azure-conv"
-NUM_RUN_BUDGETS = 4
-MAX_RUN_ITERATIONS = 4000
+MAX_RUN_ITERATIONS = 20_000
+
+#: Multiples of it, less their whole parts, are spread evenly over 0..1 however many there are.
+GOLDEN_RATIO = (np.sqrt(5) - 1) / 2
 
 #: Of what an executor says of itself, what a table says in fields of its own.
 _SAID_BY_TABLE = ("device", "model", "dtype", "num_parameters", "tensor_parallel")
 
-#: Told how much of the allowed time has passed: percent, 100.
+#: Told how much of the allowed time has passed: percent, 100. Nothing is being timed meanwhile.
 OnProgress = Callable[[int, int], None]
 
 
@@ -80,17 +84,19 @@ def measure_profile(
     time_limit_s: float = 60.0,
     out: Path | None = None,
     on_progress: OnProgress | None = None,
+    clock: Callable[[], float] = perf_counter,
 ) -> Profile:
     """Profile ``executor``, which runs ``model``, for batches within the limits of ``config`` (its budget, sequences,
-    context and KV cache), in about ``time_limit_s``.
+    context and KV cache), in about ``time_limit_s`` by ``clock`` (seconds).
 
-    ``out`` is written when done, and now and then on the way; a profile that is there already is continued. Raises
+    ``out`` is written when done, and now and then on the way; a profile that is there already is continued.
+    ``on_progress`` is called between any two iterations of engine runs, and any two visits of a point. Raises
     ValueError when that one is of another device, model or limits, or ``time_limit_s`` is not above 0, and
     TileBudgetError when the device cannot run the iterations.
     """
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s={time_limit_s}: must be above 0")
-    return _Profiler(executor, model, config, time_limit_s, out, on_progress).run()
+    return _Profiler(executor, model, config, time_limit_s, out, on_progress, clock).run()
 
 
 def modelled_as(profile: Profile, model: ModelConfig, *, seed: int = 0) -> Executor:
@@ -110,10 +116,11 @@ class _Profiler:
         time_limit_s: float,
         out: Path | None,
         on_progress: OnProgress | None,
+        clock: Callable[[], float],
     ) -> None:
         self.executor, self.model = executor, model
-        self.out, self.on_progress = out, on_progress
-        self.began_s, self.time_limit_s = perf_counter(), time_limit_s
+        self.out, self.on_progress, self.clock = out, on_progress, clock
+        self.began_s, self.time_limit_s = clock(), time_limit_s
         self.saved_s = self.began_s
         num_blocks = config.num_kv_blocks or executor.default_num_kv_blocks(config)
         max_model_len = min(config.max_model_len, executor.max_position, num_blocks * config.block_size)
@@ -153,14 +160,14 @@ class _Profiler:
         self._visit_new(coarse, until=float("inf"))
         self._bisect_tokens()
         self._visit_new(self.grid.shapes(fine=True), until=FINE_UNTIL)
-        self._repeat_all()
-        if not self.executor.virtual_time:
+        while not self.executor.virtual_time and self._share() < 1.0:
             self._run_engine()
+            self._repeat_points()
         return self._finish()
 
     def _share(self) -> float:
         """Of the allowed time, what has passed."""
-        return (perf_counter() - self.began_s) / self.time_limit_s
+        return (self.clock() - self.began_s) / self.time_limit_s
 
     def _visit_new(self, shapes: list[IterationShape], *, until: float) -> None:
         missing = [shape for shape in dict.fromkeys(shapes) if not self.done.samples.get(shape)]
@@ -188,51 +195,52 @@ class _Profiler:
         sampler = AdaptiveSampler(self.grid.token_candidates(), MAX_TOKEN_POINTS)
         for tokens in self.grid.token_candidates():
             if found := self.done.samples.get(self.grid.tokens_shape(tokens)):
-                sampler.tell(tokens, median(found))
+                sampler.tell(tokens, midmean(found))
         while self._share() < TOKENS_UNTIL and (asked := sampler.ask()):
             for tokens in asked:
                 shape = self.grid.tokens_shape(tokens)
                 self._visit(shape)
-                sampler.tell(tokens, median(self.done.samples[shape]))
+                sampler.tell(tokens, midmean(self.done.samples[shape]))
 
-    def _repeat_all(self) -> None:
+    def _turn_end(self) -> float:
+        """The share at which a turn that begins now is over."""
+        return min(1.0, self._share() + max(TURN_SHARE, MIN_TURN_S / self.time_limit_s))
+
+    def _repeat_points(self) -> None:
+        """One turn of points in random order."""
+        until = self._turn_end()
         shapes = list(self.done.samples)
-        while any(len(found) < self.max_samples for found in self.done.samples.values()):
-            for place in self.random.permutation(len(shapes)).tolist():
-                if self._share() >= ROUNDS_UNTIL:
-                    return
-                self._visit(shapes[place])
+        for place in self.random.permutation(len(shapes)).tolist():
+            if self._share() >= until:
+                return
+            self._visit(shapes[place])
 
     def _run_engine(self) -> None:
-        """Engine runs of a synthetic workload at several budgets, as long as there is time: few and full ones rather
-        than many of a batch or two, for what they are to show is how full batches differ from the same one repeated."""
-        table = fit_table(self.done.samples, self.grid, self.subject)
-        budgets = np.geomspace(self.config.max_num_seqs, self.config.token_budget or 1, NUM_RUN_BUDGETS)
-        order = np.random.default_rng([self.config.seed, len(self.done.runs)]).permutation(budgets)
-        for budget in order.tolist():
-            left_s = (1.0 - self._share()) * self.time_limit_s
-            config = replace(self.config, token_budget=max(round(budget), self.config.max_num_seqs))
-            workload = self._workload(table, config, left_s)
-            if workload is None:
-                return
-            recorder = _ShapeRecorder(self.executor)
-            record = Engine(recorder).run(workload, config, monitor=_stop_after(left_s))
-            durations_ms = (record.iterations.duration_s * 1e3).tolist()
-            number = max((one.run for one in self.done.runs), default=-1) + 1
-            self.done.runs += [
-                TimedIteration(shape=shape, duration_ms=duration_ms, run=number)
-                for shape, duration_ms in zip(recorder.shapes, durations_ms, strict=True)
-            ]
-            self._checkpoint()
-        if len(self.done.runs) > MAX_RUN_ITERATIONS:
-            picked = self.random.choice(len(self.done.runs), MAX_RUN_ITERATIONS, replace=False)
-            self.done.runs[:] = [self.done.runs[place] for place in sorted(picked.tolist())]
+        """One turn of an engine run of a synthetic workload: a full one, for what it is to show is how full batches
+        differ from the same one repeated."""
+        number = max((one.run for one in self.done.runs), default=-1) + 1
+        least, most = self.config.max_num_seqs, self.config.token_budget or self.config.max_num_seqs
+        place = (0.5 + number * GOLDEN_RATIO) % 1.0
+        config = replace(self.config, token_budget=round(least * (most / least) ** place))
+        until = self._turn_end()
+        workload = self._workload(config, (until - self._share()) * self.time_limit_s)
 
-    def _workload(self, table: LatencyTable, config: EngineConfig, left_s: float) -> Workload | None:
-        """The fullest workload that the table expects to end within ``left_s``; where none does, the smallest if
-        nothing has been run yet, else None."""
-        if left_s <= 0:
-            return None
+        def monitor(_: Progress) -> str | None:
+            self._tell_progress()
+            return "out of time" if self._share() >= until else None
+
+        recorder = _ShapeRecorder(self.executor)
+        record = Engine(recorder).run(workload, config, monitor=monitor)
+        durations_ms = (record.iterations.duration_s * 1e3).tolist()
+        self.done.runs += [
+            TimedIteration(shape=shape, duration_ms=duration_ms, run=number)
+            for shape, duration_ms in zip(recorder.shapes, durations_ms, strict=True)
+        ]
+        self._checkpoint()
+
+    def _workload(self, config: EngineConfig, limit_s: float) -> Workload:
+        """The fullest workload that is expected to end within ``limit_s``; where none is, the smallest."""
+        table = fit_table(self.done.samples, self.grid, self.subject)
         engine = Engine(ModelledExecutor(table, self.model))
         seqs, longest = config.max_num_seqs, config.max_model_len
         for num_requests, divisor in ((2 * seqs, 1), (seqs, 1), (seqs, 2), (seqs, 4), (seqs // 2, 4), (seqs // 4, 8)):
@@ -243,18 +251,24 @@ class _Profiler:
                 max_model_len=max(2, longest // divisor),
             )
             modelled = engine.run(workload, config).iterations
-            if modelled.start_s[-1] + modelled.duration_s[-1] <= left_s:
-                return workload
-        return None if self.done.runs else workload
+            if modelled.start_s[-1] + modelled.duration_s[-1] <= limit_s:
+                break
+        return workload
 
-    def _checkpoint(self) -> None:
+    def _tell_progress(self) -> None:
         if self.on_progress is not None:
             self.on_progress(min(100, int(100 * self._share())), 100)
-        if self.out is not None and perf_counter() - self.saved_s > 2.0:
+
+    def _checkpoint(self) -> None:
+        self._tell_progress()
+        if self.out is not None and self.clock() - self.saved_s > 2.0:
             save_profile(self.out, self.done, self.subject, self.grid, None)
-            self.saved_s = perf_counter()
+            self.saved_s = self.clock()
 
     def _finish(self) -> Profile:
+        if len(self.done.runs) > MAX_RUN_ITERATIONS:
+            picked = self.random.choice(len(self.done.runs), MAX_RUN_ITERATIONS, replace=False)
+            self.done.runs[:] = [self.done.runs[place] for place in sorted(picked.tolist())]
         table = fit_table(self.done.samples, self.grid, self.subject)
         table, factors = calibrate(table, self.done.runs)
         predicted_ms, measured_ms, numbers = predict_runs(table, self.done.runs)
@@ -301,8 +315,3 @@ def shape_of(batch: Batch) -> IterationShape:
         decode_kv_tokens=sum(sequence.num_tokens for sequence in batch.decodes),
         num_logits=len(batch.decodes) + num_ending,
     )
-
-
-def _stop_after(limit_s: float) -> Monitor:
-    until_s = perf_counter() + limit_s
-    return lambda progress: "out of time" if perf_counter() > until_s else None

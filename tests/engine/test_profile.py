@@ -10,7 +10,7 @@ from cost_device import CostDevice
 from tilebudget.engine import Engine, EngineConfig, preset_workload
 from tilebudget.engine.model.config import PRESETS
 from tilebudget.engine.modelled.executor import ModelledExecutor
-from tilebudget.engine.profiling.fit import TimedIteration, calibrate
+from tilebudget.engine.profiling.fit import TimedIteration, calibrate, midmean
 from tilebudget.engine.profiling.grid import ProfileGrid
 from tilebudget.engine.profiling.profile import measure_profile
 from tilebudget.engine.profiling.timer import loop_overhead_ms
@@ -154,6 +154,12 @@ def test_factors_of_whole_runs_are_found() -> None:
     for run in runs[:20]:
         assert scaled.iteration(run.shape).latency_ms == pytest.approx(run.duration_ms, rel=0.02)
     assert calibrate(table, [])[0] is table
+
+
+def test_the_middle_half_counts() -> None:
+    assert midmean([5.0]) == 5.0
+    assert midmean([1.0, 2.0]) == 1.5
+    assert midmean([1.0, 4.0, 2.0, 900.0]) == 3.0
 
 
 def test_a_slow_minute_during_one_run_is_not_taken_for_a_dear_part() -> None:
