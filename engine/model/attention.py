@@ -151,6 +151,10 @@ class _Stretches:
     @classmethod
     def of(cls, pages: Int64Array, max_gap: int) -> _Stretches:
         """Those of ``pages``: a gap of more than ``max_gap`` foreign pages parts two stretches."""
+        first, last = int(pages.min()), int(pages.max())
+        if last - first < len(pages) + max_gap:  # all gaps together are no wider
+            ends = np.array([first, last + 1, 0])
+            return cls(starts=ends[:1], stops=ends[1:2], places=ends[2:], max_gap=max_gap)
         ordered = np.sort(pages)
         parted = np.flatnonzero(ordered[1:] - ordered[:-1] > max_gap + 1)
         starts = ordered[np.concatenate([[0], parted + 1])]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..kv_cache import BlockManager
 from ..request import Batch
+from .input import aligned, last_token_ids
 from .model import Model
-from .triton_ops import AttentionInput, TritonPagedKV, aligned
+from .triton_ops import AttentionInput, TritonPagedKV
 
 #: (largest batch of the step, step): 1, 2, 4, 8, 16, 24, 32, 48, ... 128, 160, ... 256, 320, ...
 _STEPS = ((32, 8), (128, 16), (256, 32), (512, 64))
@@ -56,7 +57,7 @@ class DecodeGraphs:
         self._model = model
         self._pages = pages
         self._max_context_len = max_blocks_per_seq * pages.block_size
-        capacity, on_cuda = aligned(max_num_seqs), device.type == "cuda"
+        capacity, on_cuda = aligned(max_num_seqs, itemsize=4), device.type == "cuda"
         # Pinned, so that the copies to the device do not wait; a step ends only when its tokens are back.
         self._host_rows = torch.zeros((4, capacity), dtype=torch.int32, pin_memory=on_cuda)
         self._host_table = torch.zeros((max_num_seqs, max_blocks_per_seq), dtype=torch.int32, pin_memory=on_cuda)
@@ -75,10 +76,7 @@ class DecodeGraphs:
         table = self._host_table.numpy()
         held = [sequence.slot for sequence in batch.decodes]
         computed = np.array([sequence.num_computed for sequence in batch.decodes], dtype=np.int32)
-        for row, sequence in enumerate(batch.decodes):
-            if sequence.token_ids is None:
-                raise AssertionError(f"sequence {sequence.index} has no token ids, the real executor needs them")
-            token_ids[row] = sequence.token_ids[sequence.num_computed]
+        token_ids[:count] = last_token_ids(batch.decodes)
         num_blocks = kv.blocks_for(int(computed.max()) + 1)
         table[:count, :num_blocks] = kv.block_table[held, :num_blocks]
         places, offsets = np.divmod(computed, kv.block_size)

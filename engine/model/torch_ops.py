@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .attention import TILE_ROWS, PagedAttention, causal_band
 from .config import ModelConfig, RopeConfig
-from .input import ModelInput
+from .input import ModelInput, Spans, send
 from .kv_pages import KVPages
 from .linear import Linear
 
@@ -137,16 +137,19 @@ class TorchPagedKV:
         self._attention: PagedAttention | None = None
 
     def plan(self, step: ModelInput) -> Attend:
-        """The attention of one iteration: angles, masks and page indices are made here, once for all layers."""
-        config, layers = self._config, self.pages.layers
-        self._attention = attention = PagedAttention(step.spans, self._device, self._mask(step), self._attention)
-        cos, sin = (table.index_select(0, step.positions)[:, None] for table in (self._cos, self._sin))
+        """The attention of one iteration: mask and page indices are made here, once for all layers."""
+        config, layers, rows = self._config, self.pages.layers, step.rows
+        self._attention = attention = PagedAttention(rows.spans, self._device, self._mask(rows.spans), self._attention)
+        positions, pages, offsets = send([rows.positions, rows.pages, rows.offsets], self._device)
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
+        angles: list[Tensor] = []  # of the rows, from the first layer on
 
         def attend(index: int, heads: Tensor) -> Tensor:
-            rotated = _rotate(heads[:, :num_rotated], cos, sin)
+            if not angles:
+                angles.extend(table.index_select(0, positions)[:, None] for table in (self._cos, self._sin))
+            rotated = _rotate(heads[:, :num_rotated], *angles)
             q, k, v = rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_rotated:]
-            layers[index].write(step.pages, step.offsets, k, v)
+            layers[index].write(pages, offsets, k, v)
             return attention(q, k, v, layers[index])
 
         return attend
@@ -158,8 +161,7 @@ class TorchPagedKV:
         """Back to zeros."""
         self.pages.clear()
 
-    def _mask(self, step: ModelInput) -> Tensor | None:
-        spans = step.spans
+    def _mask(self, spans: Spans) -> Tensor | None:
         if self._device.type == "cpu" and len(spans.num_rows) > spans.num_decodes:
             reach = int(spans.kv_lens.max())
             if self._band is None or self._band.shape[1] < reach + TILE_ROWS:

@@ -27,7 +27,7 @@ from ...kernels.norm import MAX_HIDDEN, rms_norm
 from ...kernels.rotary import rotary_write
 from ...kernels.tiles import TileConfig, select_config
 from .config import ModelConfig
-from .input import Int32Array, ModelInput, Spans
+from .input import BatchRows, ModelInput, send
 from .linear import Linear
 from .torch_ops import Attend, PagedKV, TorchOps, rope_tables
 
@@ -166,42 +166,25 @@ class AttentionInput:
     max_context_len: int
 
 
-def attention_input(spans: Spans, device: torch.device) -> AttentionInput:
-    """The iteration with these spans; one copy to the device."""
-    ends = spans.first_row + spans.num_rows
-    total, count = int(ends[-1]), len(ends)
-    owner = np.repeat(np.arange(count), spans.num_rows)
-    positions = np.arange(total) + (spans.kv_lens - ends)[owner]
-    places, offsets = np.divmod(positions, spans.block_size)
-    slots = spans.blocks[owner, places].astype(np.int64) * spans.block_size + offsets
-    starts = np.concatenate([[0], ends])
-    parts = _to_device([positions, slots, starts, spans.kv_lens, spans.blocks.ravel()], device)
+def attention_input(rows: BatchRows, device: torch.device) -> AttentionInput:
+    """The iteration with these rows; one copy to the device."""
+    spans = rows.spans
+    row_slots = rows.pages * spans.block_size + rows.offsets
+    row_starts = np.append(spans.first_row, len(rows.positions))
+    positions, slots, starts, contexts, blocks = send(
+        [rows.positions, row_slots, row_starts, spans.kv_lens, spans.blocks], device, np.int32
+    )
     chunks = spans.num_rows[spans.num_decodes :]
     return AttentionInput(
-        positions=parts[0],
-        slots=parts[1],
-        starts=parts[2],
-        contexts=parts[3],
-        block_table=parts[4].view(spans.blocks.shape),
+        positions=positions,
+        slots=slots,
+        starts=starts,
+        contexts=contexts,
+        block_table=blocks.view(spans.blocks.shape),
         num_decodes=spans.num_decodes,
         max_query_len=int(chunks.max()) if len(chunks) else 0,
         max_context_len=int(spans.kv_lens.max()),
     )
-
-
-def aligned(count: int) -> int:
-    """``count`` int32 numbers rounded up to 16 bytes: kernels are compiled anew for arguments aligned otherwise."""
-    return -(-count // 4) * 4
-
-
-def _to_device(parts: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as int32 tensors on the device, sent in one copy."""
-    begins = np.cumsum([0, *(aligned(part.size) for part in parts)]).tolist()
-    packed: Int32Array = np.zeros(begins[-1], dtype=np.int32)
-    for begin, part in zip(begins, parts, strict=False):
-        packed[begin : begin + part.size] = part
-    sent = torch.from_numpy(packed).to(device)
-    return [sent[begin : begin + part.size] for begin, part in zip(begins, parts, strict=False)]
 
 
 class TritonPagedKV:
@@ -225,7 +208,7 @@ class TritonPagedKV:
 
     def plan(self, step: ModelInput) -> Attend:
         """The attention of one iteration: its tables go to the device here, once for all layers."""
-        return partial(self.attend, attention_input(step.spans, self._device))
+        return partial(self.attend, attention_input(step.rows, self._device))
 
     def attend(self, step: AttentionInput, index: int, heads: Tensor) -> Tensor:
         """Attention output of layer ``index``; see ``Attend``. Rotates the queries of ``heads`` in place."""
@@ -275,8 +258,8 @@ class TritonPagedKV:
             heads = torch.zeros((length, num_heads, config.head_dim), dtype=keys.dtype, device=device)
             q = heads[:, : config.num_heads]
             num_blocks = -(-length // self.block_size)
-            starts, contexts, table = _to_device(
-                [np.array([0, length]), np.array([length]), np.zeros(num_blocks, dtype=np.int32)], device
+            starts, contexts, table = send(
+                [np.array([0, length]), np.array([length]), np.zeros(num_blocks, dtype=np.int32)], device, np.int32
             )
             for splits in num_splits:
                 attention(

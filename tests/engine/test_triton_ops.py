@@ -17,7 +17,7 @@ import torch
 from tilebudget.engine import Batch, BlockManager, Engine, EngineConfig, Request, RunRecord, Sequence, Workload
 from tilebudget.engine.model.config import PRESETS, ModelConfig, RopeConfig
 from tilebudget.engine.model.decode_graphs import DecodeGraphs, batch_ladder, greedy
-from tilebudget.engine.model.input import build_input
+from tilebudget.engine.model.input import build_input, lay_out
 from tilebudget.engine.model.kernel_choice import choose_ops, measured_ops
 from tilebudget.engine.model.model import Model
 from tilebudget.engine.model.torch_ops import TorchOps
@@ -296,7 +296,7 @@ def test_attention_input_places_every_row() -> None:
         )
         sequence.slot, sequence.num_computed = slot, computed
         sequences.append(sequence)
-    step = attention_input(build_input(Batch(sequences[:2], sequences[2:], [3]), kv, DEVICE).spans, DEVICE)
+    step = attention_input(lay_out(Batch(sequences[:2], sequences[2:], [3]), kv), DEVICE)
     assert step.positions.tolist() == [6, 0, 5, 6, 7]
     assert step.slots.tolist() == [1 * 4 + 2, 5 * 4, 2 * 4 + 1, 2 * 4 + 2, 2 * 4 + 3]
     assert step.starts.tolist() == [0, 1, 2, 5]
