@@ -1,8 +1,13 @@
 """The study, the scoring, the recommendation, and its API: ``tune`` and ``load_recommendation``."""
 
 from .config import TuneConfig
-from .recommendation import Key, Recommendation, RecommendationMismatchError
-from .store import NearestMatchWarning, RecommendationNotFoundError, load_recommendation, save_recommendation
+from .recommendation.recommendation import Key, Recommendation, RecommendationMismatchError
+from .recommendation.store import (
+    NearestMatchWarning,
+    RecommendationNotFoundError,
+    load_recommendation,
+    save_recommendation,
+)
 from .tuning import tune
 
 __all__ = [

@@ -34,11 +34,11 @@ from .disaggregation import Yardstick, make_yardstick, parse_split
 from .options import DEVICE, ENGINE, RUNTIME, SERVER, STUDY, TRAFFIC, Json, Setting, takes
 from .problem import load_workload, read_staircase, staircase_costs, workload_summary
 from .profiles import default_profile_path, profile_device
-from .recommendation import CONTAINER, FORMATS
-from .run_folder import default_run_dir
-from .schema import published_schema
+from .recommendation.recommendation import CONTAINER, FORMATS
+from .recommendation.schema import published_schema
+from .recommendation.store import NearestMatchWarning, load_recommendation
+from .run_folder.run_folder import default_run_dir
 from .server import make_target
-from .store import NearestMatchWarning, load_recommendation
 from .study.device_lock import device_lock
 from .study.stored_study import STUDY_NAME
 from .study.worker import WAIT_LIMIT_S, work

@@ -14,7 +14,7 @@ from ..engine.config import KERNELS
 from ..engine.server.command import served_model
 from ..engine.slo import parse_limit
 from ..kernels.silicon import FRAMEWORKS
-from .objective import OBJECTIVES
+from .scoring.objective import OBJECTIVES
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8")
 #: Devices whose time is measured here; every other name is a system of the silicon tables, whose time is modelled.

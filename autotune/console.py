@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .objective import THROUGHPUT
-from .recommendation import Recommendation
-from .selection import promising
+from .recommendation.recommendation import Recommendation
+from .scoring.objective import THROUGHPUT
+from .scoring.selection import promising
 from .study.trial import TrialRow
 
 PHASES = {

@@ -24,9 +24,9 @@ from ..engine.modelled.executor import ModelledExecutor, kv_bytes_per_token
 from ..engine.modelled.pipeline import Link
 from ..engine.workloads.workload import assign_arrivals, scale_load
 from ..kernels.silicon import SystemSpec, system_spec
-from .capacity import bisect_rate
 from .config import TuneConfig
 from .problem import Problem, unit_rate
+from .scoring.capacity import bisect_rate
 
 #: TBT limits beside the study's, as multiples of the reference decode iteration.
 SLO_MULTIPLES = {"tightest": 1.0, "tight": 2.0, "strict": 5.0, "relaxed": 25.0}

@@ -22,11 +22,11 @@ from ..kernels.tile_report import TileAnalysis, candidate_edges
 from ..kernels.tiles import tile_edges
 from .config import DEFAULTS_BY_DEVICE, TuneConfig
 from .devices import modelled_kernels
-from .objective import OBJECTIVES, Objective
-from .prediction import Prediction
 from .profiles import profile_staircase
-from .selection import Judge
-from .space import MIN_EDGE_RATIO, Candidate, SearchSpace, thin_edges
+from .scoring.objective import OBJECTIVES, Objective
+from .scoring.prediction import Prediction
+from .scoring.selection import Judge
+from .study.space import MIN_EDGE_RATIO, Candidate, SearchSpace, thin_edges
 from .study.trial import TrialRunner
 from .tiles import analyse_device
 

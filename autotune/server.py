@@ -19,12 +19,12 @@ from ..engine.server.command import CommandLine, template_command
 from ..engine.server.engine import ServerEngine, Target
 from ..engine.slo import SLO_MULTIPLES
 from ..kernels.tiles import tile_edges
-from . import exports
 from .config import TuneConfig
 from .devices import make_executor
-from .exports import Argument
 from .problem import TILE_SOURCE, DeviceFacts, budget_bounds, make_engine_config, read_device
-from .space import thin_edges
+from .recommendation import exports
+from .recommendation.exports import Argument
+from .study.space import thin_edges
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 

@@ -16,28 +16,28 @@ from ..engine.modelled.pipeline import AnyModelled
 from ..engine.server.engine import Target
 from ..kernels.latency import LatencyTable
 from ..reports import build_report
-from .confidence import state_confidence
 from .config import TuneConfig
-from .contenders import ProgressSink, check_drift, compare_policies, repeat_contenders
-from .cost_curves import CURVES_FILE, BatchSizes, cost_curves
 from .devices import known_spec, visible_gpus
 from .disaggregation import Yardstick, compare_disaggregated
 from .environment import command_line, package_versions, source_commit
-from .importance import IMPORTANCE_FILE, parameter_importance
 from .problem import Problem, load_workload, state_problem, workload_summary
-from .recommend import at_choice, recommend
-from .recommendation import Recommendation, Sensitivity
-from .run_folder import RunFolder, default_run_dir
-from .sensitivity import find_sensitivity
+from .recommendation.confidence import state_confidence
+from .recommendation.recommend import at_choice, recommend
+from .recommendation.recommendation import Recommendation, Sensitivity
+from .recommendation.sensitivity import find_sensitivity
+from .recommendation.store import save_recommendation
+from .run_folder.cost_curves import CURVES_FILE, BatchSizes, cost_curves
+from .run_folder.importance import IMPORTANCE_FILE, parameter_importance
+from .run_folder.run_folder import RunFolder, default_run_dir
 from .server import check_server_study, make_target, read_target
-from .store import save_recommendation
+from .study.contenders import ProgressSink, check_drift, compare_policies, repeat_contenders
 from .study.device_lock import device_lock
 from .study.parallel import LocalWorkers, num_cores
 from .study.stored_study import STUDY_NAME, StoredStudy
 from .study.study import BudgetStudy
 from .study.trial import TrialRow, TrialRunner
+from .study.warm_start import WarmStart, warm_start
 from .study.worker import spawned_work, work
-from .warm_start import WarmStart, warm_start
 
 
 def tune(

@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from time import perf_counter
 
 import numpy as np
-from tilebudget.autotune.capacity import Capacity, find_capacity
 from tilebudget.autotune.environment import source_commit
+from tilebudget.autotune.scoring.capacity import Capacity, find_capacity
 from tilebudget.engine import (
     SLO,
     Engine,

@@ -23,8 +23,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tilebudget.autotune.capacity import Capacity, find_capacity
 from tilebudget.autotune.environment import package_versions, source_commit
+from tilebudget.autotune.scoring.capacity import Capacity, find_capacity
 from tilebudget.engine import (
     BUBBLE_CAUSES,
     SLO,

@@ -31,11 +31,11 @@ from time import perf_counter
 
 import optuna
 from tilebudget.autotune.config import TuneConfig
-from tilebudget.autotune.contenders import repeat_contenders
 from tilebudget.autotune.devices import make_executor
 from tilebudget.autotune.environment import source_commit
 from tilebudget.autotune.problem import Problem, load_workload, read_device, state_problem
-from tilebudget.autotune.space import Candidate
+from tilebudget.autotune.study.contenders import repeat_contenders
+from tilebudget.autotune.study.space import Candidate
 from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
 from tilebudget.autotune.study.study import BudgetStudy
 from tilebudget.autotune.study.trial import TrialRow, TrialRunner

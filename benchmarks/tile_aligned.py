@@ -22,9 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from tilebudget.autotune.capacity import find_capacity
 from tilebudget.autotune.environment import package_versions, source_commit
 from tilebudget.autotune.problem import staircase_costs
+from tilebudget.autotune.scoring.capacity import find_capacity
 from tilebudget.autotune.tiles import analyse_device
 from tilebudget.engine import (
     Engine,

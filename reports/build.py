@@ -7,27 +7,27 @@ from pathlib import Path
 
 import pandas as pd
 
-from .batching import draw_chunking, draw_free_prefill, draw_roofline, draw_throughput
-from .bubble_causes import draw_bubble_causes
-from .budgets import summarise_budgets
+from .budgets.figures import draw_budgets, draw_pipeline, draw_tails
+from .budgets.history import draw_history
+from .budgets.importance import draw_importance
+from .budgets.predictions import draw_predictions
+from .budgets.trials import summarise_budgets
 from .card import launches, lead, tiles
-from .cost_tables import cost_tables
+from .costs.batching import draw_chunking, draw_free_prefill, draw_roofline, draw_throughput
+from .costs.tables import cost_tables
+from .costs.token_cost import draw_token_cost
+from .data.run_folder import RunFolder, read_run_folder
 from .disaggregation import disaggregation_tables, draw_disaggregation
 from .download import download_link
-from .figures import draw_budgets, draw_pipeline, draw_tails
 from .findings import judge_confidence
-from .history import draw_history
-from .importance import draw_importance
-from .lanes import build_lanes, policy_rows
 from .page import moment, render_page, write_atomically
-from .pipeline_timeline import draw_pipeline_timeline
-from .policy_tails import draw_policy_tails
-from .predictions import draw_predictions
-from .run_folder import RunFolder, read_run_folder
+from .pipelines.bubble_causes import draw_bubble_causes
+from .pipelines.timeline import draw_pipeline_timeline
+from .policies.lanes import build_lanes, policy_rows
+from .policies.tails import draw_policy_tails
+from .policies.timeline import draw_timeline
 from .tables import provenance, trial_columns, trial_rows
 from .text import KIND_NAMES, budget_label, count, listing
-from .timeline import draw_timeline
-from .token_cost import draw_token_cost
 
 REPORT_NAME = "report.html"
 STATUS_WORDS = {"feasible": "meets the SLO", "infeasible": "no budget meets the SLO", "no_data": "no data for the SLO"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .answer import Answer, Estimate
+from .data.answer import Answer, Estimate
 from .text import SERVER_NAMES, milliseconds, percent, rate, significant
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .budgets import summarise_budgets
+from .budgets.trials import summarise_budgets
 from .compare_figures import Study, draw_answers, draw_latencies, draw_tails_at_answers, draw_throughputs
+from .data.run_folder import RunFolder, read_run_folder
 from .findings import judge_confidence
 from .page import moment, render_page, write_atomically
-from .run_folder import RunFolder, read_run_folder
 from .tables import Column
 from .text import KIND_NAMES, budget_label, count, listing, milliseconds, percent, rate
 

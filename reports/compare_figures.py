@@ -11,10 +11,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from .budget_axes import latency_axis
-from .budgets import at_recommended
-from .policy_tails import exceedance
-from .run_folder import RunFolder
+from .budgets.axes import latency_axis
+from .budgets.trials import at_recommended
+from .data.run_folder import RunFolder
+from .policies.tails import exceedance
 from .style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, Drawing, finish, log_ticks
 from .text import budget_label, listing, milliseconds, percent, rate, significant
 

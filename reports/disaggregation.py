@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from .cost_tables import Table
-from .json_object import JsonObject
-from .run_folder import RunFolder
+from .costs.tables import Table
+from .data.json_object import JsonObject
+from .data.run_folder import RunFolder
 from .style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Drawing, finish
 from .tables import Column
 from .text import count, milliseconds, percent, rate

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from .run_folder import RunFolder
+from .data.run_folder import RunFolder
 from .text import listing
 
 #: The archive grows by whole files up to this size; what does not fit is named and stays in the run folder.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from .answer import Answer, Estimate
-from .budgets import at_recommended, edge_penalty, highest, lowest, noise_fraction
-from .run_folder import RunFolder
+from .budgets.trials import at_recommended, edge_penalty, highest, lowest, noise_fraction
+from .data.answer import Answer, Estimate
+from .data.run_folder import RunFolder
 from .text import count, listing, milliseconds, percent, rate, significant
 
 #: A largest gap this many times the P99 is called a stall that the P99 hides.

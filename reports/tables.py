@@ -8,10 +8,10 @@ from math import isfinite
 
 import pandas as pd
 
-from .budgets import at_recommended
-from .history import outcome
-from .json_object import JsonObject
-from .run_folder import RunFolder
+from .budgets.history import outcome
+from .budgets.trials import at_recommended
+from .data.json_object import JsonObject
+from .data.run_folder import RunFolder
 from .text import KIND_NAMES, POLICY_NAMES, budget_label, percent, rate, significant
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...engine.record import FloatArray
 from ...engine.token_costs import TokenCosts
-from ..space import REACH
+from .space import REACH
 from .trial import TrialRow
 
 #: Runs below which nothing is fitted.

@@ -16,9 +16,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ...engine import POLICY_NAMES
 from ...engine.metrics import LIMITED
-from ..selection import promising, shortlist
-from ..space import KINDS, WHOLE_PROMPT, Candidate, SearchSpace
+from ..scoring.selection import promising, shortlist
 from .expectation import Expectation
+from .space import KINDS, WHOLE_PROMPT, Candidate, SearchSpace
 from .trial import TrialRow
 
 Params = dict[str, int | str]

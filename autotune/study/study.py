@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from time import perf_counter
 
-from ..space import SearchSpace
 from .pause import Pause
 from .sampler import Params, Tried, distributions, propose, start_params
+from .space import SearchSpace
 from .trial import OnTrial, TrialRow, TrialRunner
 from .trial_queue import Proposal, TrialQueue
 from .worker import candidate_of, run_claim, run_name

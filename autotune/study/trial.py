@@ -13,11 +13,11 @@ from ...engine import EngineConfig, Monitor, RunRecord, Workload
 from ...engine.metrics import SLO, Metrics, compute_metrics
 from ...engine.server.engine import AnyEngine, ServerEngine
 from ...engine.slo import sound_stop
-from ..capacity import find_capacity
-from ..objective import OBJECTIVES, Objective
-from ..prediction import Prediction
-from ..space import Candidate
+from ..scoring.capacity import find_capacity
+from ..scoring.objective import OBJECTIVES, Objective
+from ..scoring.prediction import Prediction
 from .device_lock import device_lock
+from .space import Candidate
 
 MetricRow = dict[str, float | int | None]
 

@@ -13,11 +13,11 @@ from ...engine import Workload
 from ...engine.server.engine import Target
 from ..config import TuneConfig
 from ..problem import load_workload, state_problem
-from ..run_folder import default_run_dir
+from ..run_folder.run_folder import default_run_dir
 from ..server import make_target
-from ..space import Candidate, SearchSpace
 from .parallel import is_orphan
 from .pause import Pause
+from .space import Candidate, SearchSpace
 from .stored_study import StoredStudy
 from .trial import TrialRow, TrialRunner
 from .trial_queue import Claim, Proposal, TrialQueue

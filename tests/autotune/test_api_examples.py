@@ -11,12 +11,9 @@ import pytest
 from tilebudget.autotune import (
     NearestMatchWarning,
     Recommendation,
-    exports,
-    recommendation,
     save_recommendation,
-    schema,
-    store,
 )
+from tilebudget.autotune.recommendation import exports, recommendation, schema, store
 
 EXAMPLE = Path(__file__).parent / "data" / "recommendation-1.0.json"
 README = Path(__file__).parents[2] / "README.md"

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from stair_device import StairDevice
 from tilebudget.autotune import TuneConfig, tune
-from tilebudget.autotune.capacity import bisect_rate, find_capacity
 from tilebudget.autotune.problem import unit_rate
+from tilebudget.autotune.scoring.capacity import bisect_rate, find_capacity
 from tilebudget.engine import SLO, Engine, EngineConfig, Workload
 from tilebudget.engine.metrics import compute_metrics
 from tilebudget.engine.workloads.workload import scale_load

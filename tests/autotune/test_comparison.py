@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tilebudget.autotune.comparison import compare
+from tilebudget.autotune.scoring.comparison import compare
 
 #: Student's own example (Biometrika 1908): hours of sleep gained by ten patients under each of two drugs.
 DRUG_1 = (0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0)

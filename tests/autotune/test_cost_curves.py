@@ -6,15 +6,15 @@ import json
 from dataclasses import replace
 
 import pytest
-from tilebudget.autotune.cost_curves import BatchSizes, cost_curves, hybrid_ms
-from tilebudget.autotune.importance import parameter_importance
+from tilebudget.autotune.run_folder.cost_curves import BatchSizes, cost_curves, hybrid_ms
+from tilebudget.autotune.run_folder.importance import parameter_importance
 from tilebudget.autotune.study.trial import TrialRow
 from tilebudget.engine import Request, Workload
 from tilebudget.engine.modelled.executor import ModelledExecutor
 from tilebudget.kernels.latency import IterationShape, LatencyTable
 from tilebudget.kernels.silicon import system_spec
-from tilebudget.reports.cost_curves import parse_cost_curves
-from tilebudget.reports.json_object import JsonObject
+from tilebudget.reports.data.cost_curves import parse_cost_curves
+from tilebudget.reports.data.json_object import JsonObject
 
 pytest.importorskip("aiconfigurator_core")
 SIZES = BatchSizes(prompt_tokens=1024, context_tokens=1300, max_num_seqs=128, max_model_len=8192)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from stair_device import StairDevice
 from tilebudget.autotune.config import TuneConfig
-from tilebudget.autotune.space import SearchSpace
 from tilebudget.autotune.study.expectation import Expectation
 from tilebudget.autotune.study.sampler import Tried, propose, start_params
+from tilebudget.autotune.study.space import SearchSpace
 from tilebudget.autotune.study.trial import TrialRow, TrialRunner
 from tilebudget.engine import SLO, Engine, EngineConfig, Request, TokenCosts, Workload
 

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from stair_device import StairDevice
 from tilebudget.autotune import Recommendation, TuneConfig, tune, tuning
-from tilebudget.autotune.run_folder import RunFolder, RunFolderError
+from tilebudget.autotune.run_folder.run_folder import RunFolder, RunFolderError
 from tilebudget.autotune.study import storages
 from tilebudget.autotune.study.file_lock import LockedError
 from tilebudget.autotune.study.storages import StorageError, patiently

@@ -11,11 +11,11 @@ from tilebudget.autotune import (
     Recommendation,
     RecommendationMismatchError,
     RecommendationNotFoundError,
-    exports,
     load_recommendation,
     save_recommendation,
 )
-from tilebudget.autotune.recommendation import EngineSettings, Figure, SLOInfo
+from tilebudget.autotune.recommendation import exports
+from tilebudget.autotune.recommendation.recommendation import EngineSettings, Figure, SLOInfo
 
 
 def make(*, budget: int | None = 512, device: str = "a100_sxm") -> Recommendation:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from fake_pipeline import FakePipeline
 from stair_device import StairDevice
-from tilebudget.autotune.record_files import (
+from tilebudget.autotune.run_folder.records import (
     ITERATIONS_FILE,
     REQUESTS_FILE,
     iteration_table,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tilebudget.autotune import Recommendation
-from tilebudget.autotune.schema import SCHEMA_VERSION, published_schema, recommendation_schema
+from tilebudget.autotune.recommendation.schema import SCHEMA_VERSION, published_schema, recommendation_schema
 
 VERSION_1_0 = Path(__file__).parent / "data" / "recommendation-1.0.json"
 
@@ -61,7 +61,7 @@ def test_a_wrong_field_is_named(change: dict[str, object], message: str) -> None
 def test_the_published_schema_is_that_of_the_classes() -> None:
     """After a change of the classes: write ``recommendation_schema(Recommendation)`` to the file again."""
     assert json.loads(published_schema()) == recommendation_schema(Recommendation)
-    assert files("tilebudget.autotune").joinpath("recommendation.schema.json").is_file()
+    assert files("tilebudget.autotune.recommendation").joinpath("recommendation.schema.json").is_file()
 
 
 def test_a_recommendation_validates_against_the_published_schema() -> None:

@@ -12,7 +12,7 @@ from stair_device import StairDevice
 from tilebudget.autotune import load_recommendation, tune
 from tilebudget.autotune.config import TuneConfig
 from tilebudget.autotune.problem import Problem, read_device, state_problem
-from tilebudget.autotune.recommendation import Recommendation
+from tilebudget.autotune.recommendation.recommendation import Recommendation
 from tilebudget.autotune.study.sampler import Params, Tried, propose, start_params
 from tilebudget.engine import Request, Workload
 

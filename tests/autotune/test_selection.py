@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from tilebudget.autotune.objective import OBJECTIVES
-from tilebudget.autotune.selection import Contender, Judge, chunking_buys_nothing, shortlist
-from tilebudget.autotune.space import Candidate
+from tilebudget.autotune.scoring.objective import OBJECTIVES
+from tilebudget.autotune.scoring.selection import Contender, Judge, chunking_buys_nothing, shortlist
+from tilebudget.autotune.study.space import Candidate
 from tilebudget.autotune.study.trial import TrialRow
 
 VARIANCE = "bubble_fraction_4"

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from made_up_device import EDGES, modelled
 from stair_device import StairDevice
-from tilebudget.autotune import Recommendation, TuneConfig, sensitivity, tune
-from tilebudget.autotune.sensitivity import scale_prompts, scale_slo
+from tilebudget.autotune import Recommendation, TuneConfig, tune
+from tilebudget.autotune.recommendation import sensitivity
+from tilebudget.autotune.recommendation.sensitivity import scale_prompts, scale_slo
 from tilebudget.engine import SLO, Workload
 from tilebudget.engine.metrics import Limit
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tilebudget.autotune.space import SearchSpace, thin_edges
+from tilebudget.autotune.study.space import SearchSpace, thin_edges
 from tilebudget.engine import TokenCosts
 
 

@@ -7,7 +7,7 @@ import optuna
 import pytest
 from stair_device import StairDevice
 from tilebudget.autotune.config import TuneConfig
-from tilebudget.autotune.space import SearchSpace
+from tilebudget.autotune.study.space import SearchSpace
 from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
 from tilebudget.autotune.study.study import BudgetStudy
 from tilebudget.autotune.study.trial import TrialRow, TrialRunner

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tilebudget.autotune import Recommendation, exports
+from tilebudget.autotune import Recommendation
+from tilebudget.autotune.recommendation import exports
 
 EXAMPLE = Path(__file__).parent / "data" / "recommendation-1.0.json"
 PYTHON = os.environ.get("TILEBUDGET_VLLM_PYTHON") or (sys.executable if find_spec("vllm") else None)

@@ -9,15 +9,15 @@ import pytest
 from cost_device import CostDevice
 from tilebudget.autotune import TuneConfig, tune
 from tilebudget.autotune.devices import list_devices, make_executor
-from tilebudget.autotune.prediction import Prediction
 from tilebudget.autotune.problem import Problem, read_device, state_problem
 from tilebudget.autotune.profiles import default_profile_path, profile_device
-from tilebudget.autotune.run_folder import RunFolder
+from tilebudget.autotune.run_folder.run_folder import RunFolder
+from tilebudget.autotune.scoring.prediction import Prediction
 from tilebudget.autotune.study.sampler import SHORT_LADDER_RUNGS
 from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
 from tilebudget.autotune.study.study import BudgetStudy
 from tilebudget.autotune.study.trial import TrialRow, TrialRunner
-from tilebudget.autotune.warm_start import NUM_SUGGESTIONS, suggest, warm_start
+from tilebudget.autotune.study.warm_start import NUM_SUGGESTIONS, suggest, warm_start
 from tilebudget.engine import Workload
 from tilebudget.engine.server.engine import engine_on
 from tilebudget.kernels.latency_file import load_table

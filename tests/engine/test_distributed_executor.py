@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tilebudget.autotune.space import Candidate
+from tilebudget.autotune.study.space import Candidate
 from tilebudget.autotune.study.trial import TrialRunner
 from tilebudget.engine import (
     SLO,

@@ -10,19 +10,19 @@ import pandas as pd
 import pytest
 from sample_study import Folder, iteration_ms, make_curves, make_folder
 from tilebudget.engine.pipeline import replay
-from tilebudget.reports.batching import (
+from tilebudget.reports.budgets.importance import importance_finding
+from tilebudget.reports.costs.batching import (
     chunking_finding,
     free_prefill_finding,
     roofline_finding,
     throughput_finding,
 )
-from tilebudget.reports.cost_curves import CostCurves, parse_cost_curves
-from tilebudget.reports.importance import importance_finding
-from tilebudget.reports.json_object import JsonObject
-from tilebudget.reports.lanes import build_lanes
-from tilebudget.reports.pipeline_timeline import draw_pipeline_timeline, replay_stages
-from tilebudget.reports.policy_tails import exceedance, policy_tail_finding
-from tilebudget.reports.run_folder import RunFolder, read_run_folder
+from tilebudget.reports.data.cost_curves import CostCurves, parse_cost_curves
+from tilebudget.reports.data.json_object import JsonObject
+from tilebudget.reports.data.run_folder import RunFolder, read_run_folder
+from tilebudget.reports.pipelines.timeline import draw_pipeline_timeline, replay_stages
+from tilebudget.reports.policies.lanes import build_lanes
+from tilebudget.reports.policies.tails import exceedance, policy_tail_finding
 
 
 @pytest.fixture(scope="module")

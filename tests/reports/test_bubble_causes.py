@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 from sample_study import make_folder, trial
 from tilebudget.engine import BUBBLE_CAUSES
-from tilebudget.reports.bubble_causes import CAUSES, draw_bubble_causes
-from tilebudget.reports.budgets import summarise_budgets
+from tilebudget.reports.budgets.trials import summarise_budgets
 from tilebudget.reports.build import build_report
-from tilebudget.reports.pipeline_timeline import _stages
-from tilebudget.reports.run_folder import RunFolder, read_run_folder
+from tilebudget.reports.data.run_folder import RunFolder, read_run_folder
+from tilebudget.reports.pipelines.bubble_causes import CAUSES, draw_bubble_causes
+from tilebudget.reports.pipelines.timeline import _stages
 
 
 def row(budget: int, speed: float, **parts: float) -> dict[str, object]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sample_study import make_folder
 from tilebudget.reports import build_report
+from tilebudget.reports.data.run_folder import RunFolder, read_run_folder
 from tilebudget.reports.disaggregation import disaggregation_finding, disaggregation_tables, draw_disaggregation
-from tilebudget.reports.run_folder import RunFolder, read_run_folder
 
 Row = dict[str, object]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from sample_study import Folder, make_folder, trial
-from tilebudget.reports.answer import Answer
-from tilebudget.reports.budgets import edge_penalty, noise_fraction, summarise_budgets
+from tilebudget.reports.budgets.trials import edge_penalty, noise_fraction, summarise_budgets
+from tilebudget.reports.data.answer import Answer
+from tilebudget.reports.data.run_folder import RunFolder, read_run_folder
 from tilebudget.reports.findings import budget_finding, judge_confidence, pipeline_finding, tail_finding
-from tilebudget.reports.lanes import build_lanes, policy_rows
-from tilebudget.reports.run_folder import RunFolder, read_run_folder
+from tilebudget.reports.policies.lanes import build_lanes, policy_rows
+from tilebudget.reports.policies.timeline import timeline_finding
 from tilebudget.reports.text import budget_label, listing, milliseconds, percent, significant
-from tilebudget.reports.timeline import timeline_finding
 
 
 def row(run: str, budget: int, speed: float, **changes: object) -> dict[str, object]:

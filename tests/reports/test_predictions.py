@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sample_study import make_folder, trial
-from tilebudget.reports.predictions import METRICS, draw_predictions, prediction_errors, prediction_finding
-from tilebudget.reports.run_folder import RunFolder, read_run_folder
+from tilebudget.reports.budgets.predictions import METRICS, draw_predictions, prediction_errors, prediction_finding
+from tilebudget.reports.data.run_folder import RunFolder, read_run_folder
 from tilebudget.reports.tables import trial_columns, trial_rows
 
 Row = dict[str, object]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from sample_study import Folder, make_folder
 from tilebudget.reports import build_report
-from tilebudget.reports.run_folder import read_run_folder
+from tilebudget.reports.data.run_folder import read_run_folder
 
 
 @pytest.fixture

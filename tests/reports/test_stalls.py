@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from sample_study import POLICIES, simulate
-from tilebudget.reports.run_folder import TokenTimes
-from tilebudget.reports.stalls import find_waits
+from tilebudget.reports.data.run_folder import TokenTimes
+from tilebudget.reports.policies.stalls import find_waits
 
 
 def tokens_of(*requests: list[float]) -> TokenTimes:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sample_study import Folder, make_folder, make_tiles, trial
-from tilebudget.reports.cost_findings import token_cost_finding
-from tilebudget.reports.cost_tables import cost_tables
-from tilebudget.reports.run_folder import RunFolder, read_run_folder
-from tilebudget.reports.token_cost import draw_token_cost
+from tilebudget.reports.costs.findings import token_cost_finding
+from tilebudget.reports.costs.tables import cost_tables
+from tilebudget.reports.costs.token_cost import draw_token_cost
+from tilebudget.reports.data.run_folder import RunFolder, read_run_folder
 
 
 def read(path: Path, folder: Folder) -> RunFolder:

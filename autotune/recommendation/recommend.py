@@ -1,0 +1,174 @@
+"""The recommendation of a finished study: what its runs make of every field of ``recommendation.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+
+from ...engine.metrics import QUANTILE_FIELDS, SLO
+from ..problem import Problem, workload_summary
+from ..scoring.selection import Choice, Contender, rule
+from ..study.trial import TrialRow
+from .recommendation import (
+    Alternative,
+    Confidence,
+    EngineSettings,
+    Figure,
+    Key,
+    Recommendation,
+    Sensitivity,
+    SLOInfo,
+    model_key,
+)
+from .verdict import describe_alternative, write_verdict
+
+EXPECTED_METRICS = (
+    "tbt_p50_ms",
+    "tbt_p99_ms",
+    "tbt_p999_ms",
+    "tbt_max_ms",
+    "ttft_p50_ms",
+    "output_tokens_per_s",
+    "total_tokens_per_s",
+    "bubble_fraction",
+    "bubble_fraction_2",
+    "bubble_fraction_4",
+    "bubble_fraction_8",
+    "iteration_cv",
+)
+
+
+def recommend(
+    problem: Problem,
+    choice: Choice,
+    contenders: Sequence[Contender],
+    search_rows: Sequence[TrialRow],
+    rows: Sequence[TrialRow],
+    command: str,
+    confidence: Confidence,
+    sensitivity: Sequence[Sensitivity],
+) -> Recommendation:
+    """What ``choice`` recommends: ``contenders`` are the repeated budgets that it was made among, ``rows`` every run of
+    the study, those of its search included."""
+    config, best = at_choice(problem, choice).config, choice.best
+    device, reference = problem.executor.describe(), problem.facts.reference
+    expected: dict[str, Figure] = {}
+    for metric in dict.fromkeys((*EXPECTED_METRICS, problem.objective.metric, *_limited_metrics(problem.slo))):
+        spread = best.spread(metric) if best is not None else None
+        if spread is not None:
+            expected[metric] = Figure(**asdict(spread))
+    return Recommendation(
+        status=choice.status,
+        token_budget=_budget(choice),
+        verdict=_verdict(problem, choice, contenders, confidence, sensitivity),
+        rule=rule(problem.objective, problem.slo),
+        key=Key(
+            model=model_key(config.model),
+            device=str(device["device"]),
+            dtype=str(device["dtype"]),
+            tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
+        ),
+        slo=SLOInfo(
+            name=problem.slo.name,
+            tbt_p99_ms=problem.slo.tbt_s * 1e3,
+            scheduling_delay_p50_s=None if problem.workload.saturated else problem.slo.max_scheduling_delay_s,
+            reference_decode_ms=None if reference is None else reference.duration_s * 1e3,
+            note="" if reference is None else reference.note,
+            **_limits(problem.slo),
+        ),
+        expected=expected,
+        alternatives=_alternatives(problem, choice, contenders, search_rows),
+        engine=EngineSettings(
+            model=config.model,
+            policy=config.policy,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=problem.engine_config.max_model_len,
+            block_size=config.block_size,
+            num_kv_blocks=problem.facts.num_kv_blocks,
+        ),
+        workload=workload_summary(problem.workload),
+        num_trials={state: sum(row.state == state for row in rows) for state in ("complete", "pruned", "failed")},
+        seed=config.seed,
+        command=command,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        objective=problem.objective.name,
+        confidence=confidence,
+        sensitivity=sensitivity,
+    )
+
+
+def _verdict(
+    problem: Problem,
+    choice: Choice,
+    contenders: Sequence[Contender],
+    confidence: Confidence,
+    sensitivity: Sequence[Sensitivity],
+) -> str:
+    space = at_choice(problem, choice).space
+    verdict = write_verdict(choice, contenders, space, problem.slo, problem.judge, problem.table)
+    moved = [one.statement for one in sensitivity if one.token_budget != _budget(choice)]
+    stays = "" if not sensitivity or moved else "Neither SLO nor traffic 20% up or down would change it."
+    return " ".join(
+        part for part in (verdict, f"Confidence: {confidence.level}. {confidence.statement}", *moved, stays) if part
+    )
+
+
+def at_choice(problem: Problem, choice: Choice) -> Problem:
+    """The problem at the settings of the choice, where more than the budget was searched."""
+    searched_more = len(problem.space.variants) > 1
+    return problem.at(choice.best.candidate) if choice.best is not None and searched_more else problem
+
+
+def _budget(choice: Choice) -> int | None:
+    return None if choice.best is None else choice.best.candidate.token_budget
+
+
+def _limited_metrics(slo: SLO) -> list[str]:
+    """The columns that the limits on TTFT and E2E are about."""
+    limits = (("ttft", slo.ttft), ("e2e", slo.e2e))
+    return [f"{name}_{QUANTILE_FIELDS[limit.quantile]}_ms" for name, limit in limits if limit is not None]
+
+
+def _limits(slo: SLO) -> dict[str, float]:
+    limits = (("ttft", slo.ttft), ("e2e", slo.e2e))
+    found = [(name, limit) for name, limit in limits if limit is not None]
+    return {f"{name}_ms": limit.limit_s * 1e3 for name, limit in found} | {
+        f"{name}_quantile": limit.quantile for name, limit in found
+    }
+
+
+def _alternatives(
+    problem: Problem, choice: Choice, contenders: Sequence[Contender], search_rows: Sequence[TrialRow]
+) -> list[Alternative]:
+    """The repeated contenders, then the other budgets of the search that ran to their end."""
+    repeated = {contender.candidate for contender in contenders}
+    others = [
+        Contender(candidate=candidate, rows=(row,))
+        for row in search_rows
+        if row.state == "complete"
+        and (candidate := problem.space.find(*row.setting)) is not None
+        and candidate not in repeated
+    ]
+    alternatives = []
+    for contender in (*contenders, *others):
+        if choice.best is not None and contender.candidate == choice.best.candidate:
+            continue
+        figures = {
+            metric: None if (spread := contender.spread(metric)) is None else spread.value
+            for metric in ("tbt_p99_ms", "total_tokens_per_s", "bubble_fraction_4", "iteration_cv")
+        }
+        alternatives.append(
+            Alternative(
+                token_budget=contender.candidate.token_budget,
+                kind=contender.candidate.kind,
+                feasible=contender.feasible,
+                tie=contender.candidate in choice.ties,
+                reason=describe_alternative(contender, choice, problem.slo, problem.objective),
+                **figures,
+                max_num_seqs=contender.candidate.max_num_seqs,
+                policy=contender.candidate.policy,
+            )
+        )
+    return alternatives

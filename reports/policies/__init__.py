@@ -1,0 +1,1 @@
+"""The batching policies side by side on the same requests: iterations, stalls, times between tokens."""
