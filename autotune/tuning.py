@@ -182,7 +182,7 @@ def _conclude(
         alike = [row for row in search_rows if chosen.space.find(*row.setting) is not None]
         sensitivity = find_sensitivity(chosen, choice.best.candidate.token_budget, alike, searched.warm.table)
     rows = [*search_rows, *(row for row, _ in (*repeats, *anchors, *policies))]
-    recommendation = recommend(problem, choice, contenders, search_rows, rows, command, confidence, sensitivity)
+    recommendation = recommend(problem, chosen, choice, contenders, search_rows, rows, command, confidence, sensitivity)
     folder.write_trials(rows)
     folder.write_records([(row, record) for row, record in policies if record is not None and row.state == "complete"])
     metrics = (("total_tokens_per_s", True), ("tbt_p99_ms", False), (problem.variance_metric, False))

@@ -107,12 +107,15 @@ def measure_theirs(
             text=True,
         )
         assert bench.stdout is not None
-        said = []
+        said, began = [], False
         for line in bench.stdout:
             said.append(line)
             if line.startswith(BENCH_BEGINS):
+                began = True
                 meanwhile()
-        if bench.wait():
+        if not bench.wait() and not began:
+            raise SystemExit(f"vllm bench serve did not say {BENCH_BEGINS!r}: ours does not know when it sends")
+        if bench.returncode:
             raise SystemExit(f"vllm bench serve ended with {bench.returncode}:\n{''.join(said)[-3000:]}")
         result = json.loads((Path(folder) / "result.json").read_text())
     if result["completed"] != sizes.num_requests:

@@ -41,6 +41,7 @@ EXPECTED_METRICS = (
 
 def recommend(
     problem: Problem,
+    chosen: Problem,
     choice: Choice,
     contenders: Sequence[Contender],
     search_rows: Sequence[TrialRow],
@@ -49,9 +50,9 @@ def recommend(
     confidence: Confidence,
     sensitivity: Sequence[Sensitivity],
 ) -> Recommendation:
-    """What ``choice`` recommends: ``contenders`` are the repeated budgets that it was made among, ``rows`` every run of
-    the study, those of its search included."""
-    config, best = at_choice(problem, choice).config, choice.best
+    """What ``choice`` recommends: ``chosen`` is the problem at its settings (``at_choice``), ``contenders`` are the
+    repeated budgets that it was made among, ``rows`` every run of the study, those of its search included."""
+    config, best = chosen.config, choice.best
     device, reference = problem.executor.describe(), problem.facts.reference
     expected: dict[str, Figure] = {}
     for metric in dict.fromkeys((*EXPECTED_METRICS, problem.objective.metric, *_limited_metrics(problem.slo))):
@@ -61,7 +62,7 @@ def recommend(
     return Recommendation(
         status=choice.status,
         token_budget=_budget(choice),
-        verdict=_verdict(problem, choice, contenders, confidence, sensitivity),
+        verdict=_verdict(chosen, choice, contenders, confidence, sensitivity),
         rule=rule(problem.objective, problem.slo),
         key=Key(
             model=model_key(config.model),
@@ -100,14 +101,13 @@ def recommend(
 
 
 def _verdict(
-    problem: Problem,
+    chosen: Problem,
     choice: Choice,
     contenders: Sequence[Contender],
     confidence: Confidence,
     sensitivity: Sequence[Sensitivity],
 ) -> str:
-    space = at_choice(problem, choice).space
-    verdict = write_verdict(choice, contenders, space, problem.slo, problem.judge, problem.table)
+    verdict = write_verdict(choice, contenders, chosen.space, chosen.slo, chosen.judge, chosen.table)
     moved = [one.statement for one in sensitivity if one.token_budget != _budget(choice)]
     stays = "" if not sensitivity or moved else "Neither SLO nor traffic 20% up or down would change it."
     return " ".join(
