@@ -158,6 +158,8 @@ def worker_command(
     ] = WAIT_LIMIT_S,
 ) -> None:
     """Run trials of a study that `tilebudget tune` has begun, on this machine's device, until its search ends."""
+    if not wait_limit > 0.0:
+        raise ValueError(f"wait_limit={wait_limit}: must be above 0 seconds")
     console = Console(stderr=True)
     try:
         with _stopped_by_sigterm():
@@ -167,9 +169,10 @@ def worker_command(
                 trace=trace,
                 wait_limit_s=wait_limit,
                 on_row=lambda row: console.print(describe_row(row), soft_wrap=True, highlight=False),
+                on_wait=lambda what: console.print(what, soft_wrap=True, highlight=False),
             )
     except KeyboardInterrupt:
-        console.print("interrupted; the trial that was running was given back", soft_wrap=True, highlight=False)
+        console.print("interrupted; a trial that was running was given back", soft_wrap=True, highlight=False)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     print(f"ran {num_run} trials of study {study}")
 
@@ -450,7 +453,8 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     """Print the message, field names in the words of the command line (``--max-num-seqs``)."""
     names = {field.name for owner in (TuneConfig, EngineConfig) for field in fields(owner)}
-    names |= {"max_tokens", "out", "time_limit", "command", "storage", "study", "workers"}
+    names |= {"max_tokens", "out", "time_limit", "command", "storage", "study", "workers", "wait_limit"}
+    names |= {"page_size", "format", "output"}
     names |= {"yardstick", "yardstick_gpus", "yardstick_split"}
     head, separator, rest = message.partition("=")
     if separator and head in names:

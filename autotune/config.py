@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import torch
 
 from ..engine import POLICY_NAMES
 from ..engine.config import KERNELS
 from ..engine.server.command import served_model
-from ..engine.slo import parse_limit
+from ..engine.slo import parse_limit, parse_tbt
 from ..kernels.silicon import FRAMEWORKS
 from .scoring.objective import OBJECTIVES
 
@@ -45,6 +48,14 @@ DEFAULTS_BY_DEVICE = {
     },
 }
 _BY_DEVICE: Any = None
+#: What a setting of each type takes.
+ACCEPTED: dict[type, tuple[type, ...]] = {
+    str: (str, PathLike),
+    Path: (str, PathLike),
+    int: (Integral,),
+    float: (Real,),
+    bool: (bool,),
+}
 DEFAULT_MODEL = "tiny-llama"
 ENGINES = ("builtin", "server")
 #: Servers whose command line is known here.
@@ -176,6 +187,7 @@ class TuneConfig:
         return tuple((size, policy) for size in sizes for policy in policies)
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._settle_engine()
         kind = self._device_kind()
         for name, value in DEFAULTS_BY_DEVICE[kind].items():
@@ -197,6 +209,7 @@ class TuneConfig:
             raise ValueError(
                 f"{given}: objective=capacity searches for the rate; give poisson, fixed or trace arrivals"
             )
+        parse_tbt(self.tbt_slo)
         for name in ("ttft_slo", "e2e_slo"):
             if getattr(self, name) is not None:
                 parse_limit(name, getattr(self, name))
@@ -248,6 +261,18 @@ class TuneConfig:
             )
 
         self._check_search()
+
+    def _check_types(self) -> None:
+        """The command line's values have their types; those of a caller of ``tune`` may not."""
+        hints = get_type_hints(type(self))
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), get_args(hints[field.name]) or (hints[field.name],)
+            if value is None and field.default is None:
+                continue
+            accepted = tuple(kind for one in kinds if one is not NoneType for kind in ACCEPTED[one])
+            if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
+                words = " or ".join(one.__name__ for one in kinds if one is not NoneType)
+                raise ValueError(f"{field.name}={value!r}: must be of type {words}, not {type(value).__name__}")
 
     def _check_search(self) -> None:
         names, setting = self.searched, f"search={self.search!r}"

@@ -109,7 +109,7 @@ def print_recommendation(console: Console, recommendation: Recommendation, folde
         "kind",
         "P99 TBT ms",
         "tokens/s",
-        "bubbles (4 stages)",
+        f"bubbles ({recommendation.bubble_stages} stages)",
         "why not",
     )
     table = Table(*headings, box=None, pad_edge=False)
@@ -120,7 +120,7 @@ def print_recommendation(console: Console, recommendation: Recommendation, folde
             entry.kind,
             _number(entry.tbt_p99_ms, ".1f"),
             _number(entry.total_tokens_per_s, ",.0f"),
-            _number(entry.bubble_fraction_4, ".1%"),
+            _number(entry.bubble_fraction, ".1%"),
             entry.reason,
         )
     if recommendation.alternatives:

@@ -87,19 +87,29 @@ def resolve_slo(
     Raises ValueError when the text is neither, or names a multiple and no ``reference`` is given.
     """
     name = text.strip().lower()
-    if name in SLO_MULTIPLES:
+    tbt_s = parse_tbt(text)
+    if tbt_s is None:
         if reference is None:
-            raise ValueError(f"slo={text!r}: is a multiple of the reference decode iteration, which was not measured")
+            raise ValueError(
+                f"tbt_slo={text!r}: is a multiple of the reference decode iteration, which was not measured"
+            )
         tbt_s = SLO_MULTIPLES[name] * reference.duration_s
-    else:
-        duration_s = _duration_s(name)
-        if duration_s is None:
-            words = ", ".join(SLO_MULTIPLES)
-            raise ValueError(f"slo={text!r}: must be {words}, or a positive duration such as 20ms, 0.1s or 100us")
-        tbt_s = duration_s
     return SLO(
         name=name.replace(" ", ""), tbt_s=tbt_s, max_scheduling_delay_s=max_scheduling_delay_s, ttft=ttft, e2e=e2e
     )
+
+
+def parse_tbt(text: str) -> float | None:
+    """Seconds of a limit on P99 TBT; None for ``strict`` and ``relaxed``, which are multiples of what the device does.
+
+    Raises ValueError when the text is neither.
+    """
+    name = text.strip().lower()
+    duration_s = _duration_s(name)
+    if duration_s is None and name not in SLO_MULTIPLES:
+        words = ", ".join(SLO_MULTIPLES)
+        raise ValueError(f"tbt_slo={text!r}: must be {words}, or a positive duration such as 20ms, 0.1s or 100us")
+    return duration_s
 
 
 def parse_limit(name: str, text: str) -> Limit:

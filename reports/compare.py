@@ -39,7 +39,7 @@ COLUMNS = (
     Column(title="P99 TBT"),
     Column(title="Throughput", unit="total tok/s"),
     Column(title="Output", unit="tok/s"),
-    Column(title="Bubbles", unit="4 stages"),
+    Column(title="Bubbles", unit="by stages"),
     Column(title="Confidence", numeric=False),
     Column(title="Traffic", numeric=False),
     Column(title="Tuned", numeric=False),
@@ -53,6 +53,8 @@ def build_comparison(run_folders: Sequence[Path], output: Path) -> Path:
     """
     if len(run_folders) < 2:
         raise ValueError(f"run_folders has {len(run_folders)}: a comparison needs at least 2 run folders")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ValueError(f"output={str(output)!r}: must be a file, in a folder that is there")
     folders = [read_run_folder(Path(path), records=False) for path in run_folders]
     studies = [
         Study(label=label, folder=folder, budgets=summarise_budgets(folder.search, folder.answer))
@@ -137,7 +139,7 @@ def _row(study: Study) -> Row:
             milliseconds(expected("tbt_p99_ms")),
             rate(expected("total_tokens_per_s")),
             rate(expected("output_tokens_per_s")),
-            percent(expected("bubble_fraction_4"), 1),
+            f"{percent(expected(answer.bubble_metric), 1)} of {answer.bubble_stages}",
             judge_confidence(answer).level,
             _traffic(study.folder),
             moment(answer.created_at),

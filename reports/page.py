@@ -51,7 +51,14 @@ def moment(iso: str) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``, whole or not at all."""
+    """Write ``text`` to ``path``, whole or not at all. Raises ValueError where that cannot be done."""
+    try:
+        _replace(path, text)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _replace(path: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import pandas as pd
@@ -43,6 +43,8 @@ class TrialRow:
 PREDICTED_TBT = Column(title="Predicted P99", unit="ms")
 PREDICTED_THROUGHPUT = Column(title="Predicted", unit="total tok/s")
 MAX_SEQS = Column(title="Max seqs")
+#: Its title is completed by the stages that the study went by.
+BUBBLES = Column(title="Bubbles", unit="%")
 _TRIAL_COLUMNS = (
     Column(title="#"),
     Column(title="Run", numeric=False),
@@ -60,7 +62,7 @@ _TRIAL_COLUMNS = (
     Column(title="Throughput", unit="total tok/s"),
     PREDICTED_THROUGHPUT,
     Column(title="Output", unit="tok/s"),
-    Column(title="Bubbles, 4 stages", unit="%"),
+    BUBBLES,
     Column(title="Iteration CV"),
     Column(title="Took", unit="s"),
     Column(title="Reason", numeric=False),
@@ -72,7 +74,8 @@ def trial_columns(folder: RunFolder) -> tuple[Column, ...]:
     only where they were searched."""
     hidden = [] if folder.has_predictions else [PREDICTED_TBT, PREDICTED_THROUGHPUT]
     hidden += [] if folder.searched_seqs else [MAX_SEQS]
-    return tuple(column for column in _TRIAL_COLUMNS if column not in hidden)
+    own = replace(BUBBLES, title=f"Bubbles, {folder.answer.bubble_stages} stages")
+    return tuple(own if column is BUBBLES else column for column in _TRIAL_COLUMNS if column not in hidden)
 
 
 def trial_rows(folder: RunFolder) -> list[TrialRow]:
@@ -87,7 +90,7 @@ def trial_rows(folder: RunFolder) -> list[TrialRow]:
 
 def _trial_row(folder: RunFolder, place: int, row: pd.Series, *, alike: bool) -> TrialRow:
     """``alike``: it ran with the recommended settings, but for the budget."""
-    predicted = folder.has_predictions
+    predicted, bubbles = folder.has_predictions, row[folder.answer.bubble_metric]
     ended = outcome(str(row["state"]), row["feasible"])
     budget = float(row["token_budget"])
     tone = {"failed": "failed", "stopped early": "stopped"}.get(ended, "")
@@ -110,7 +113,7 @@ def _trial_row(folder: RunFolder, place: int, row: pd.Series, *, alike: bool) ->
             _rate(row["total_tokens_per_s"]),
             *((_rate(row["predicted_total_tokens_per_s"]),) if predicted else ()),
             _rate(row["output_tokens_per_s"]),
-            Cell(text=percent(row["bubble_fraction_4"], 1).removesuffix("%"), key=_key(row["bubble_fraction_4"])),
+            Cell(text=percent(bubbles, 1).removesuffix("%"), key=_key(bubbles)),
             _figure(row["iteration_cv"]),
             _figure(row["elapsed_s"]),
             _word(row["reason"]),

@@ -68,14 +68,20 @@ def vllm_args(settings: ServerSettings) -> dict[str, Argument]:
 
 def sglang_args(settings: ServerSettings, *, page_size: int = 1) -> dict[str, Argument]:
     """Server arguments of SGLang. A full set of decodes is taken off the budget, because with mixed chunks they come on
-    top of the chunk; the rest is rounded down to a multiple of ``page_size`` (at least one page). Prefill first, there
+    top of the chunk; the rest is rounded down to a multiple of ``page_size``, which it must hold. Prefill first, there
     are no chunks, and the budget is that of a batch of prompts."""
     if page_size < 1:
         raise ValueError(f"page_size={page_size}: must be at least 1")
-    chunk = max(page_size, (settings.token_budget - settings.max_num_seqs) // page_size * page_size)
-    batches: dict[str, Argument] = {"chunked_prefill_size": chunk, "enable_mixed_chunk": True}
+    left = max(1, settings.token_budget - settings.max_num_seqs)
     if settings.policy == PREFILL_FIRST:
-        batches = {"chunked_prefill_size": -1, "max_prefill_tokens": settings.token_budget}
+        batches: dict[str, Argument] = {"chunked_prefill_size": -1, "max_prefill_tokens": settings.token_budget}
+    elif page_size > left:
+        raise ValueError(
+            f"page_size={page_size}: must be at most {left}, what a budget of {settings.token_budget} tokens leaves "
+            f"beside {settings.max_num_seqs} decodes"
+        )
+    else:
+        batches = {"chunked_prefill_size": left // page_size * page_size, "enable_mixed_chunk": True}
     return {
         **batches,
         "page_size": page_size,

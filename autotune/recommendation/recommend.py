@@ -97,6 +97,7 @@ def recommend(
         objective=problem.objective.name,
         confidence=confidence,
         sensitivity=sensitivity,
+        bubble_metric=problem.variance_metric,
     )
 
 
@@ -156,8 +157,14 @@ def _alternatives(
         if choice.best is not None and contender.candidate == choice.best.candidate:
             continue
         figures = {
-            metric: None if (spread := contender.spread(metric)) is None else spread.value
-            for metric in ("tbt_p99_ms", "total_tokens_per_s", "bubble_fraction_4", "iteration_cv")
+            name: None if (spread := contender.spread(metric)) is None else spread.value
+            for name, metric in (
+                ("tbt_p99_ms", "tbt_p99_ms"),
+                ("total_tokens_per_s", "total_tokens_per_s"),
+                ("bubble_fraction_4", "bubble_fraction_4"),
+                ("bubble_fraction", problem.variance_metric),
+                ("iteration_cv", "iteration_cv"),
+            )
         }
         alternatives.append(
             Alternative(

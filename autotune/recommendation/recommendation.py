@@ -14,6 +14,7 @@ from .exports import Argument
 from .schema import SCHEMA_VERSION, decode, migrate
 
 STATUSES = ("feasible", "infeasible", "no_data")
+BUBBLE_METRICS = ("bubble_fraction", "bubble_fraction_2", "bubble_fraction_4", "bubble_fraction_8")
 SERVERS = ("vllm", "sglang", "trtllm", "sarathi")
 FORMATS = (*SERVERS, "env", "vllm-yaml", "kubernetes", "json")
 #: The container that a Kubernetes patch is for, where the caller names none.
@@ -91,7 +92,7 @@ class EngineSettings:
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     """Another budget that was measured, and why it was not chosen. ``max_num_seqs`` and ``policy`` are what it ran with
-    where the study searched these too."""
+    where the study searched these too; ``bubble_fraction`` is the recommendation's ``bubble_metric``."""
 
     token_budget: int
     kind: str
@@ -104,6 +105,7 @@ class Alternative:
     iteration_cv: float | None
     max_num_seqs: int | None = None
     policy: str | None = None
+    bubble_fraction: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,8 @@ class Recommendation:
 
     ``status``: ``feasible``; ``infeasible`` (``token_budget`` is the closest to the SLO); ``no_data`` (no request
     generates a second token, so the SLO has nothing to say). ``expected`` maps metric names to figures in the unit
-    that the name ends with.
+    that the name ends with. ``bubble_metric`` is the bubble fraction that the choice went by: ``bubble_fraction`` is
+    that of the pipeline that ran, the others are of 2, 4 or 8 stages that did not.
     """
 
     status: str
@@ -168,10 +171,19 @@ class Recommendation:
     objective: str = "throughput"
     confidence: Confidence | None = None
     sensitivity: Sequence[Sensitivity] = field(default_factory=list)
+    bubble_metric: str = "bubble_fraction_4"
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
             raise ValueError(f"status={self.status!r}: must be one of {', '.join(STATUSES)}")
+        if self.bubble_metric not in BUBBLE_METRICS:
+            raise ValueError(f"bubble_metric={self.bubble_metric!r}: must be one of {', '.join(BUBBLE_METRICS)}")
+
+    @property
+    def bubble_stages(self) -> int:
+        """The pipeline stages that ``bubble_metric`` is about."""
+        stages = self.bubble_metric.removeprefix("bubble_fraction").removeprefix("_")
+        return int(stages) if stages else self.key.pipeline_parallel
 
     def vllm_args(self) -> dict[str, Argument]:
         """vLLM engine arguments, e.g. ``{"max_num_batched_tokens": 2048, ...}``."""
@@ -266,9 +278,10 @@ class Recommendation:
 
     def to_json(self) -> dict[str, object]:
         """The object of ``recommendation.json``, schema ``SCHEMA_VERSION``."""
-        searched = ("max_num_seqs", "policy")  # only there where the study searched them
+        # Only there where the study searched them, or went by a bubble fraction that it knew.
+        optional = ("max_num_seqs", "policy", "bubble_fraction")
         alternatives = [
-            {name: value for name, value in asdict(one).items() if value is not None or name not in searched}
+            {name: value for name, value in asdict(one).items() if value is not None or name not in optional}
             for one in self.alternatives
         ]
         added = {"alternatives": alternatives, "launch": self.launch_commands(), "flags": self.server_flags()}

@@ -70,6 +70,8 @@ def load_recommendation(
     the place of one that is missing, and a NearestMatchWarning says in what it differs: a recommendation for another
     GPU is a starting point, not an answer.
     """
+    if not str(model):
+        raise ValueError(f"model={str(model)!r}: must be a run folder, a JSON file, or a name in the store")
     wanted = {
         "device": device,
         "dtype": dtype,
@@ -97,6 +99,12 @@ def load_recommendation(
         return nearest
     if not matches:
         have = "; ".join(str(entry.key) for entry in stored) or "nothing"
+        if (path / "study.journal").is_file():
+            asked += ", a run folder without recommendation.json, whose study has not finished"
+        elif path.is_dir():
+            asked += ", a folder without recommendation.json"
+        elif path.exists():
+            asked += ", a file that does not end in .json"
         raise RecommendationNotFoundError(f"no recommendation for {asked}; the store has: {have}")
     if len(matches) > 1:
         keys = "; ".join(str(entry.key) for entry in matches)

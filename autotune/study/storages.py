@@ -66,6 +66,12 @@ def open_storage(storage: str | Path) -> BaseStorage:
         raise StorageError(f"{mask_passwords(url)}: {_first_line(error)}") from error
 
 
+def is_there(storage: str | Path) -> bool:
+    """Whether ``storage`` can be opened without beginning it: False for a journal file that does not exist yet."""
+    path = Path(storage)
+    return "://" in str(storage) or (path / JOURNAL_NAME if path.is_dir() else path).is_file()
+
+
 def patiently(what: str, step: Callable[[], Result], *, limit_s: float = RECONNECT_LIMIT_S) -> Result:
     """The result of ``step``, tried again while the connection to the storage is lost; ``step`` must bear being done
     twice. Raises StorageError, naming ``what``, after ``limit_s``."""

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .file_lock import LockedError
 from .holder import Holder
 from .pause import Pause
 from .sampler import DIRECTIONS
-from .storages import StorageError, open_storage, patiently
+from .storages import StorageError, is_there, open_storage, patiently
 from .trial_queue import BEAT_S, GRACE_S, TrialQueue
 
 _log = logging.getLogger(__name__)
@@ -53,21 +53,37 @@ class StoredStudy:
         self._check_identity(identity)
 
     @classmethod
-    def join(cls, storage: str | Path, name: str, *, wait_limit_s: float) -> StoredStudy:
-        """The study of this name once it is there and ready to be worked on; StorageError after ``wait_limit_s``."""
-        joined = cls.__new__(cls)
-        joined._connect(storage, name)
+    def join(
+        cls,
+        storage: str | Path,
+        name: str,
+        *,
+        wait_limit_s: float,
+        on_wait: Callable[[str], None] = lambda what: None,
+    ) -> StoredStudy:
+        """The study of this name once it is there and ready to be worked on; StorageError after ``wait_limit_s``.
+
+        ``on_wait`` is told once that it is not there yet. A journal file is never begun here.
+        """
+        joined, where = cls.__new__(cls), mask_passwords(str(storage))
         until_s = time.monotonic() + wait_limit_s
-        pause = Pause()
-        while (study := patiently(joined.where, joined._find)) is None:
+        pause, connected, told = Pause(), False, False
+        while True:
+            if not connected and is_there(storage):
+                joined._connect(storage, name)
+                connected = True
+            if connected and (study := patiently(where, joined._find)) is not None:
+                joined._study = study
+                return joined
             if time.monotonic() > until_s:
                 raise StorageError(
-                    f"{joined.where}: no study {name!r} was begun there within {wait_limit_s:.0f} s; "
+                    f"{where}: no study {name!r} was begun there within {wait_limit_s:.0f} s; "
                     "`tilebudget tune --storage` begins one"
                 )
+            if not told:
+                on_wait(f"waiting up to {wait_limit_s:.0f} s for study {name!r} in {where}")
+                told = True
             pause()
-        joined._study = study
-        return joined
 
     def queue(self, variance_metric: str, *, beat_s: float = BEAT_S, grace_s: float = GRACE_S) -> TrialQueue:
         """The trials of the study."""

@@ -37,15 +37,17 @@ def work(
     parent: int | None = None,
     given: tuple[TuneConfig, Target, Workload] | None = None,
     on_row: Callable[[TrialRow], None] = lambda row: None,
+    on_wait: Callable[[str], None] = lambda what: None,
 ) -> int:
     """Join a study and run its trials until its search is over, or no trial came for ``wait_limit_s``, or the process
     ``parent`` has ended; returns how many were run here.
 
     Settings come from the study; ``trace`` is where its trace file is on this machine. ``given`` takes the place of
-    what they name. ``on_row`` is told of every run. Raises ValueError when this machine has not the study's device or
+    what they name. ``on_row`` is told of every run, ``on_wait`` once what is waited for, where the study is not there
+    yet. Raises ValueError when this machine has not the study's device or
     requests.
     """
-    stored = StoredStudy.join(storage, study_name, wait_limit_s=wait_limit_s)
+    stored = StoredStudy.join(storage, study_name, wait_limit_s=wait_limit_s, on_wait=on_wait)
     if given is None:
         config = stored.read_config()
         config = config if trace is None else replace(config, trace=trace)

@@ -9,6 +9,7 @@ from ..text import budget_label
 from .json_object import JsonObject
 
 STATUSES = ("feasible", "infeasible", "no_data")
+BUBBLE_METRICS = ("bubble_fraction", "bubble_fraction_2", "bubble_fraction_4", "bubble_fraction_8")
 SCHEMA_MAJOR = "1"
 
 
@@ -40,7 +41,7 @@ class Alternative:
     reason: str
     tbt_p99_ms: float | None
     total_tokens_per_s: float | None
-    bubble_fraction_4: float | None
+    bubble_fraction: float | None
     iteration_cv: float | None
     max_num_seqs: int | None = None
     policy: str = ""
@@ -102,6 +103,7 @@ class Answer:
     seed: str
     command: str
     created_at: str
+    stated_bubble_metric: str = ""
 
     @property
     def marked_label(self) -> str | None:
@@ -112,8 +114,11 @@ class Answer:
 
     @property
     def bubble_metric(self) -> str:
-        """The bubble fraction shown first: of the pipeline that ran; without one what the iterations would leave in one
-        of the recommendation's own stage count where measured, else of 4 stages."""
+        """The bubble fraction shown first: the one that the choice went by. Where the file is too old to say: of the
+        pipeline that ran; without one what the iterations would leave in one of the recommendation's own stage count
+        where measured, else of 4 stages."""
+        if self.stated_bubble_metric:
+            return self.stated_bubble_metric
         if "bubble_fraction" in self.expected:
             return "bubble_fraction"
         own = f"bubble_fraction_{self.key.get('pipeline_parallel', '')}"
@@ -135,6 +140,9 @@ def parse_answer(json: JsonObject) -> Answer:
     status = json.text("status")
     if status not in STATUSES:
         raise ValueError(f"{json.file}: status must be one of {', '.join(STATUSES)}, found {status!r}")
+    bubbles = json.text("bubble_metric", "")
+    if bubbles and bubbles not in BUBBLE_METRICS:
+        raise ValueError(f"{json.file}: bubble_metric must be one of {', '.join(BUBBLE_METRICS)}, found {bubbles!r}")
     slo = json.child("slo")
     trials = json.child("num_trials")
     return Answer(
@@ -168,6 +176,7 @@ def parse_answer(json: JsonObject) -> Answer:
         seed=json.flat().get("seed", ""),
         command=json.text("command", ""),
         created_at=json.text("created_at", ""),
+        stated_bubble_metric=bubbles,
     )
 
 
@@ -201,7 +210,7 @@ def _alternative(json: JsonObject) -> Alternative:
         reason=json.text("reason", ""),
         tbt_p99_ms=json.number("tbt_p99_ms"),
         total_tokens_per_s=json.number("total_tokens_per_s"),
-        bubble_fraction_4=json.number("bubble_fraction_4"),
+        bubble_fraction=json.number("bubble_fraction" if "bubble_fraction" in json.values else "bubble_fraction_4"),
         iteration_cv=json.number("iteration_cv"),
         max_num_seqs=_integer(json, "max_num_seqs"),
         policy=json.text("policy", ""),

@@ -127,7 +127,7 @@ def read_run_folder(path: Path, *, records: bool = True) -> RunFolder:
     Raises ValueError naming the file that is missing or wrong.
     """
     if not path.is_dir():
-        raise ValueError(f"run folder {path}: no such directory")
+        raise ValueError(f"run folder {path}: {'is a file, not a directory' if path.exists() else 'no such directory'}")
     missing = [name for name in REQUIRED_FILES if not (path / name).is_file()]
     if missing:
         raise ValueError(
@@ -185,9 +185,9 @@ def _flag(value: object) -> bool | None:
 
 
 def _read_iterations(path: Path, runs: Sequence[str]) -> dict[str, pd.DataFrame]:
-    if not runs or not path.is_file():
+    if not runs or not path.exists():
         return {}
-    stored = set(pq.read_schema(path).names)
+    stored = set(_columns_of(path))
     columns = (*ITERATION_COLUMNS, *(name for name in STAGE_COLUMNS if name in stored))
     table = _read_table(path, required=ITERATION_COLUMNS, columns=columns, runs=runs)
     empty = [name for name in STAGE_COLUMNS if name in table.column_names and table[name].null_count == len(table)]
@@ -197,9 +197,9 @@ def _read_iterations(path: Path, runs: Sequence[str]) -> dict[str, pd.DataFrame]
 
 def _read_tokens(path: Path, runs: Sequence[str], iterations: Mapping[str, pd.DataFrame]) -> dict[str, TokenTimes]:
     """Token times of ``runs``: as the file has them, or the ends of the iterations that it numbers."""
-    if not runs or not path.is_file():
+    if not runs or not path.exists():
         return {}
-    stored = set(pq.read_schema(path).names)
+    stored = set(_columns_of(path))
     wanted = [name for name in ("token_iteration", "token_s") if name in stored] or ["token_s"]
     table = _read_table(path, required=("run", *wanted), columns=("run", *wanted), runs=runs)
     tokens = {}
@@ -212,7 +212,9 @@ def _read_tokens(path: Path, runs: Sequence[str], iterations: Mapping[str, pd.Da
         values = pc.list_flatten(column).to_numpy()
         if pa.types.is_integer(column.type.value_type):
             own = iterations.get(run)
-            if own is None or (len(values) and not 0 <= values.min() <= values.max() < len(own)):
+            if own is None:
+                raise ValueError(f"iterations.parquet in {path.parent}: {run} missing, whose tokens {path.name} has")
+            if len(values) and not (0 <= values.min() <= values.max() < len(own)):
                 raise ValueError(f"{path.name} in {path.parent}: token_iteration of {run} is not in iterations.parquet")
             values = (own["start_s"] + own["duration_s"]).to_numpy(dtype=float)[values]
         tokens[run] = TokenTimes(
@@ -225,15 +227,27 @@ def _read_table(
     path: Path, *, required: Sequence[str], columns: Sequence[str] | None = None, runs: Sequence[str] | None = None
 ) -> pa.Table:
     """The parquet file, only ``columns`` and ``runs`` of it where given."""
+    names = _columns_of(path)
+    absent = [name for name in required if name not in names]
+    if absent:
+        raise ValueError(f"{path.name} in {path.parent}: column {', '.join(absent)} missing")
     try:
-        names = pq.read_schema(path).names
-        absent = [name for name in required if name not in names]
-        if absent:
-            raise ValueError(f"{path.name} in {path.parent}: column {', '.join(absent)} missing")
         return pq.read_table(
             path,
             columns=list(columns) if columns else None,
             filters=[("run", "in", list(runs))] if runs is not None else None,
         )
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path.name} in {path.parent}: not a readable parquet file ({error})") from error
+        raise _unreadable(path, error) from error
+
+
+def _columns_of(path: Path) -> list[str]:
+    try:
+        names: list[str] = pq.read_schema(path).names
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _unreadable(path, error) from error
+    return names
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path.name} in {path.parent}: not a readable parquet file ({error})")

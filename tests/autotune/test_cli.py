@@ -103,7 +103,7 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tune", "--tbt-slo", "fast"], "slo='fast': must be strict, relaxed, or a positive duration"),
+        (["tune", "--tbt-slo", "fast"], "--tbt-slo='fast': must be strict, relaxed, or a positive duration"),
         (["tune", "--policy", "fifo"], "--policy='fifo': must be one of faster_transformer, orca"),
         (["tune", "--search", "policy"], "--search='policy': must name token_budget and, on request, max_num_seqs"),
         (["tune", "--num-requests", "0"], "--num-requests=0: must be at least 1"),
@@ -126,6 +126,7 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
         (["tune", "--device", "none.json"], "--device='none.json': there is no such profile"),
         (["tune", "--num-trials", "three"], "--num-trials"),
         (["tune", "--no-such-flag"], "--no-such-flag"),
+        (["worker", "--storage", "x", "--wait-limit", "-1"], "--wait-limit=-1.0: must be above 0 seconds"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -135,6 +136,19 @@ def test_bad_input_exits_2_and_names_flag_value_and_rule(tilebudget: Run, argume
     assert message in err
     assert "Traceback" not in err
     assert out == ""
+
+
+def test_a_setting_that_is_refused_leaves_no_study_behind(tilebudget: Run, tmp_path: Path) -> None:
+    code, _, err = tilebudget("tune", "--tbt-slo", "20", "--run-dir", str(tmp_path / "run"))
+    assert (code, (tmp_path / "run").exists()) == (2, False), err
+
+
+def test_a_worker_says_what_it_waits_for_and_begins_no_study(tilebudget: Run, tmp_path: Path) -> None:
+    code, _, err = tilebudget("worker", "--storage", str(tmp_path / "absent"), "--wait-limit", "0.2")
+    assert code == 1
+    assert f"waiting up to 0 s for study 'tilebudget' in {tmp_path / 'absent'}" in err
+    assert "no study 'tilebudget' was begun there" in err
+    assert not (tmp_path / "absent").exists()
 
 
 def test_a_missing_recommendation_exits_1(tilebudget: Run) -> None:

@@ -38,6 +38,12 @@ def test_a_study_of_a_pipeline(tmp_path: Path, workload: Workload) -> None:
     np.testing.assert_allclose(causes, complete["bubble_fraction"])
     mine = complete[(complete["role"] == "repeat") & (complete["token_budget"] == recommendation.token_budget)]
     assert recommendation.expected["bubble_fraction"].value == pytest.approx(float(mine["bubble_fraction"].iloc[0]))
+    # Alternatives have the same figure as the answer, for the reader to compare.
+    assert (recommendation.bubble_metric, recommendation.bubble_stages) == ("bubble_fraction", 2)
+    repeats = complete[complete["role"] == "repeat"].groupby("token_budget")["bubble_fraction"].median()
+    shown = {one.token_budget: one.bubble_fraction for one in recommendation.alternatives}
+    assert shown
+    assert all(shown[budget] == pytest.approx(value) for budget, value in repeats.items() if budget in shown)
     # Throughput is that of the pipeline: tokens over the span, which is less than the work of its stages.
     config_of = EngineConfig(token_budget=recommendation.token_budget, max_num_seqs=8, max_model_len=2048)
     metrics = compute_metrics(Engine(pipeline).run(workload, config_of))

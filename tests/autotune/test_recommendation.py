@@ -123,6 +123,18 @@ def test_the_nearest_is_only_taken_when_asked_for_and_says_so() -> None:
         load_recommendation("yi-34b", allow_nearest=True)
 
 
+def test_a_path_without_an_answer_is_told_from_a_model(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no")
+    for path, message in ((tmp_path, "a folder without recommendation.json"), (tmp_path / "text", "not end in .json")):
+        with pytest.raises(RecommendationNotFoundError, match=message):
+            load_recommendation(path)
+    (tmp_path / "study.journal").touch()
+    with pytest.raises(RecommendationNotFoundError, match="whose study has not finished; the store has"):
+        load_recommendation(tmp_path)
+    with pytest.raises(ValueError, match="model='': must be a run folder, a JSON file, or a name in the store"):
+        load_recommendation("")
+
+
 def test_an_exact_match_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
     save_recommendation(make())
     assert load_recommendation("llama-3.1-8b", device="a100_sxm", allow_nearest=True) == make()
@@ -206,7 +218,9 @@ def test_vllm_arguments() -> None:
 def test_sglang_counts_prefill_tokens_only_and_divides_by_the_page() -> None:
     assert make().sglang_args()["chunked_prefill_size"] == 512 - 128
     assert make().sglang_args(page_size=64)["chunked_prefill_size"] == 384
-    assert make(budget=160).sglang_args(page_size=64)["chunked_prefill_size"] == 64
+    assert make(budget=192).sglang_args(page_size=64)["chunked_prefill_size"] == 64
+    with pytest.raises(ValueError, match="page_size=64: must be at most 32, what a budget of 160 tokens leaves beside"):
+        make(budget=160).sglang_args(page_size=64)
     with pytest.raises(ValueError, match="page_size=0: must be at least 1"):
         make().sglang_args(page_size=0)
 

@@ -51,7 +51,7 @@ def test_bad_slo_text_names_the_rule(text: str) -> None:
 
 
 def test_a_multiple_needs_the_reference() -> None:
-    with pytest.raises(ValueError, match="slo='strict': is a multiple of the reference decode iteration"):
+    with pytest.raises(ValueError, match="tbt_slo='strict': is a multiple of the reference decode iteration"):
         resolve_slo("strict")
     assert resolve_slo("20ms").tbt_s == 0.02
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from page_text import figures, numbers, words
 from sample_study import make_folder, simulate
-from tilebudget.reports import build_comparison
+from tilebudget.reports import build_comparison, build_report
 
 NAMES = {"answers", "throughputs", "latencies", "answer_tails"}
 
@@ -87,3 +87,13 @@ def test_one_run_is_no_comparison(runs: list[Path], tmp_path: Path) -> None:
         build_comparison(runs[:1], tmp_path / "page.html")
     with pytest.raises(ValueError, match="absent: no such directory"):
         build_comparison([runs[0], tmp_path / "absent"], tmp_path / "page.html")
+
+
+def test_a_page_that_cannot_be_written_is_one_error(runs: list[Path], tmp_path: Path) -> None:
+    for output in (tmp_path, tmp_path / "absent" / "page.html"):
+        with pytest.raises(ValueError, match=r"output='.*': must be a file, in a folder that is there"):
+            build_comparison(runs, output)
+    make_folder().write(tmp_path)
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(ValueError, match=r"report\.html: cannot be written"):
+        build_report(tmp_path)

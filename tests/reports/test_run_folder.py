@@ -32,9 +32,15 @@ def test_a_missing_file_is_named(tmp_path: Path, folder: Folder, name: str) -> N
         build_report(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["recommendation.json", "environment.json", "trials.parquet", "profile.json"])
-def test_a_broken_file_is_named_and_no_page_is_left(tmp_path: Path, folder: Folder, name: str) -> None:
-    (folder.write(tmp_path) / name).write_bytes(b"\x00 not this")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("recommendation.json", "environment.json", "trials.parquet"),
+        *("profile.json", "iterations.parquet", "requests.parquet"),
+    ],
+)
+def test_a_broken_file_is_named_and_no_page_is_left(tmp_path: Path, name: str) -> None:
+    (make_folder(search=False).write(tmp_path) / name).write_bytes(b"\x00 not this")
     with pytest.raises(ValueError, match=f"{name} in .*not "):
         build_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
@@ -78,6 +84,16 @@ def test_iterations_and_requests_may_be_absent(tmp_path: Path) -> None:
     folder = make_folder()
     folder.iterations, folder.requests = [], []
     assert "no timeline" in build_report(folder.write(tmp_path)).read_text(encoding="utf-8")
+
+
+def test_tokens_without_their_iterations_name_the_file_that_is_missing(tmp_path: Path) -> None:
+    make_folder(search=False).write(tmp_path)
+    requests = pd.read_parquet(tmp_path / "requests.parquet").rename(columns={"token_s": "token_iteration"})
+    requests["token_iteration"] = [[0] for _ in range(len(requests))]
+    requests.to_parquet(tmp_path / "requests.parquet")
+    (tmp_path / "iterations.parquet").unlink()
+    with pytest.raises(ValueError, match=r"iterations.parquet in .*: .* missing, whose tokens requests.parquet has"):
+        build_report(tmp_path)
 
 
 def test_token_times_are_those_of_each_request(tmp_path: Path) -> None:
