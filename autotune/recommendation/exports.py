@@ -8,6 +8,7 @@ decodes come on top; TensorRT-LLM's documents suggest a multiple of ``tokens_per
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -212,8 +213,13 @@ def to_vllm_yaml(model: str, arguments: Mapping[str, Argument]) -> str:
 def to_kubernetes_patch(command: Sequence[str], arguments: Sequence[str], *, container: str) -> str:
     """A strategic merge patch for ``kubectl patch deployment NAME --patch-file FILE``.
 
-    Lists of strings are replaced whole by such a patch, so it holds the container's whole command line.
+    Lists of strings are replaced whole by such a patch, so it holds the container's whole command line. Raises
+    ValueError for a ``container`` that Kubernetes would refuse as a name (RFC 1123 label).
     """
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", container):
+        raise ValueError(
+            f"container={container!r}: must be lower-case letters, digits and inner hyphens, at most 63 of them"
+        )
     lists = [
         f"          {name}:\n" + "\n".join(f"            - {json.dumps(word)}" for word in words)
         for name, words in (("command", command), ("args", arguments))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ...engine.metrics import LIMITED, QUANTILE_FIELDS, SLO
 from ...kernels.latency import LatencyTable
+from ...kernels.step_curve import StepCurve
 from ...kernels.sweep import FOUR_GEMMS, SOURCES
 from ..scoring.objective import THROUGHPUT, Objective
 from ..scoring.selection import Choice, Contender, Judge, Spread, chunking_buys_nothing
@@ -83,12 +86,22 @@ def staircase_sentence(table: LatencyTable, budget: int) -> str:
     worst = max(sources, key=SOURCES.index) if sources else "table"
     origin = f"{table.origin.get('framework', '')} {table.origin.get('version', '')}".strip()
     note = {"transferred": ", in part transferred from neighbouring shapes"}.get(worst, "")
+    note += ", extrapolated here" if beyond else _interpolated(curves, budget)
     return (
-        f"The staircase measured on {table.device} ({origin}{note}{', extrapolated here' if beyond else ''}) prices "
+        f"The staircase measured on {table.device} ({origin}{note}) prices "
         f"one more token: the token-wise layers of one iteration take {here_ms:.3g} ms at {budget} tokens and "
         f"{next_ms:.3g} ms at {budget + 1} ({next_ms / here_ms - 1.0:+.1%}), that is {budget / here_ms:.0f} and "
         f"{(budget + 1) / next_ms:.0f} tokens per ms. Every figure is modelled from it: a repeat gives the same again."
     )
+
+
+def _interpolated(curves: Sequence[StepCurve], budget: int) -> str:
+    """Between which measured counts, where not every layer was measured at ``budget`` and one token more."""
+    counts = next((c.tokens for c in curves if not np.isin([budget, budget + 1], c.tokens).all()), None)
+    if counts is None:
+        return ""
+    below, above = counts[counts <= budget], counts[counts > budget]
+    return f", interpolated here between {below.max()} and {above.min()} tokens" if below.size and above.size else ""
 
 
 def _settings(best: Contender, preposition: str) -> str:

@@ -40,7 +40,7 @@ def load_trace(
     if format != "auto" and format not in TRACE_FORMATS:
         raise ValueError(f"format={format!r}: must be auto or one of {', '.join(TRACE_FORMATS)}")
     if not path.is_file():
-        raise ValueError(f"trace {path}: no such file")
+        raise ValueError(f"trace {path}: {'is not a file' if path.exists() else 'no such file'}")
     found = _json_format(path) if format == "auto" else format
     raw: RawRequests
     if found == "mooncake":

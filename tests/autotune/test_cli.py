@@ -127,6 +127,7 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
         (["tune", "--num-trials", "three"], "--num-trials"),
         (["tune", "--no-such-flag"], "--no-such-flag"),
         (["worker", "--storage", "x", "--wait-limit", "-1"], "--wait-limit=-1.0: must be above 0 seconds"),
+        (["tune", "--trace", "."], "trace .: is not a file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from made_up_table import make_table
 from tilebudget.autotune import (
     Key,
     NearestMatchWarning,
@@ -16,6 +17,7 @@ from tilebudget.autotune import (
 )
 from tilebudget.autotune.recommendation import exports
 from tilebudget.autotune.recommendation.recommendation import EngineSettings, Figure, SLOInfo
+from tilebudget.autotune.recommendation.verdict import staircase_sentence
 
 
 def make(*, budget: int | None = 512, device: str = "a100_sxm") -> Recommendation:
@@ -250,3 +252,17 @@ def test_fp8_is_a_quantization_for_vllm_and_sglang() -> None:
     for arguments in (exports.vllm_args, exports.sglang_args):
         assert arguments(fp8)["quantization"] == "fp8"
         assert "quantization" not in arguments(bf16)
+
+
+def test_the_verdict_says_where_the_staircase_is_interpolated() -> None:
+    table = make_table()  # measured at 192 and 193, then at 256, 257 and 1024
+    assert "(none 1) prices one more token" in staircase_sentence(table, 192)
+    assert ", interpolated here between 193 and 256 tokens)" in staircase_sentence(table, 200)
+    assert ", interpolated here between 257 and 1024 tokens)" in staircase_sentence(table, 257)
+    assert ", extrapolated here)" in staircase_sentence(table, 2000)
+
+
+@pytest.mark.parametrize("name", ["", "Bad Name!", "-a", "a-", "x" * 64])
+def test_a_container_that_kubernetes_refuses_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"container=.*: must be lower-case letters, digits and inner hyphens"):
+        make().export("kubernetes", container=name)
