@@ -61,7 +61,8 @@ def open_storage(storage: str | Path) -> BaseStorage:
         return get_storage(RDBStorage(url, engine_kwargs={"pool_pre_ping": True}))
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         extra = "; pip install 'tilebudget[postgres]'" if parts.scheme.startswith("postgres") else ""
-        raise ValueError(f"storage={mask_passwords(url)!r}: {error}{extra}") from None
+        rule = "must be a journal file, a run folder, grpc://HOST:PORT, or a database's URL such as postgresql://..."
+        raise ValueError(f"storage={mask_passwords(url)!r}: {rule} ({error}{extra})") from None
     except _LOST as error:
         raise StorageError(f"{mask_passwords(url)}: {_first_line(error)}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from ..request import Workload
@@ -83,6 +84,15 @@ def _json_format(path: Path) -> str | None:
         for name, field in _JSON_LINE_FIELDS.items():
             if f'"{field}"' in first:
                 return name
+        if len(head) < 1 << 16:  # else the line may go on beyond what was read
+            _check_json(path, first)
     raise ValueError(
         f"{path}: line 1: JSON without prompt_token_ids (prompts), input_length (mooncake) or conversations (sharegpt)"
     )
+
+
+def _check_json(path: Path, line: str) -> None:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: line 1: must be one JSON object ({error.msg} at column {error.colno})") from None

@@ -90,6 +90,8 @@ def test_json_of_another_kind(write: Write) -> None:
         load_trace(write('{"prompt": "hello"}\n'))
     with pytest.raises(ValueError, match="JSON without prompt_token_ids"):
         load_trace(write('[{"prompt": "hello"}]\n'))
+    with pytest.raises(ValueError, match=r"line 1: must be one JSON object \(.* at column \d+\)"):
+        load_trace(write('{"timestamp":\n'))
 
 
 CONVERSATIONS = [
