@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -264,15 +265,12 @@ class TuneConfig:
 
     def _check_types(self) -> None:
         """The command line's values have their types; those of a caller of ``tune`` may not."""
-        hints = get_type_hints(type(self))
-        for field in fields(self):
-            value, kinds = getattr(self, field.name), get_args(hints[field.name]) or (hints[field.name],)
-            if value is None and field.default is None:
+        for name, kind in _setting_types().items():
+            value = getattr(self, name)
+            if value is None and getattr(TuneConfig, name) is None:
                 continue
-            accepted = tuple(kind for one in kinds if one is not NoneType for kind in ACCEPTED[one])
-            if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
-                words = " or ".join(one.__name__ for one in kinds if one is not NoneType)
-                raise ValueError(f"{field.name}={value!r}: must be of type {words}, not {type(value).__name__}")
+            if not isinstance(value, ACCEPTED[kind]) or (isinstance(value, bool) and kind is not bool):
+                raise ValueError(f"{name}={value!r}: must be of type {kind.__name__}, not {type(value).__name__}")
 
     def _check_search(self) -> None:
         names, setting = self.searched, f"search={self.search!r}"
@@ -344,3 +342,13 @@ class TuneConfig:
         # The default is what a study of before this setting had.
         settings["search"] = None if self.searched == ("token_budget",) else ",".join(sorted(self.searched))
         return settings
+
+
+@cache
+def _setting_types() -> dict[str, type]:
+    """The type of every setting; that it may be None aside."""
+    hints = get_type_hints(TuneConfig)
+    return {
+        field.name: next(kind for kind in get_args(hints[field.name]) or (hints[field.name],) if kind is not NoneType)
+        for field in fields(TuneConfig)
+    }

@@ -49,8 +49,7 @@ def open_storage(storage: str | Path) -> BaseStorage:
     """
     url = str(storage)
     if "://" not in url:
-        path = Path(storage)
-        return _open_journal(path / JOURNAL_NAME if path.is_dir() else path)
+        return _open_journal(_journal_at(storage))
     parts = urlsplit(url)
     if parts.scheme == "grpc":
         return _open_proxy(url, parts.hostname, parts.port)
@@ -69,8 +68,13 @@ def open_storage(storage: str | Path) -> BaseStorage:
 
 def is_there(storage: str | Path) -> bool:
     """Whether ``storage`` can be opened without beginning it: False for a journal file that does not exist yet."""
+    return "://" in str(storage) or _journal_at(storage).is_file()
+
+
+def _journal_at(storage: str | Path) -> Path:
+    """The journal file that ``storage`` is, or that is in this run folder."""
     path = Path(storage)
-    return "://" in str(storage) or (path / JOURNAL_NAME if path.is_dir() else path).is_file()
+    return path / JOURNAL_NAME if path.is_dir() else path
 
 
 def patiently(what: str, step: Callable[[], Result], *, limit_s: float = RECONNECT_LIMIT_S) -> Result:
