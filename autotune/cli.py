@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from ..engine import EngineConfig, PipelinedExecutor
 from ..engine.distributed.launch import Torchrun, dismiss_torchrun_ranks, serve_torchrun_rank
@@ -450,14 +451,24 @@ def main() -> None:
             dismiss_torchrun_ranks(torchrun)
 
 
+def _flags() -> dict[str, str]:
+    """The flag of every option of the commands, by the setting that it sets and by its own word."""
+    app_command = typer.main.get_command(app)
+    assert isinstance(app_command, TyperGroup)
+    flags: dict[str, str] = {}
+    for command in app_command.commands.values():
+        for parameter in command.params:
+            for flag in parameter.opts:
+                if flag.startswith("--"):
+                    flags[parameter.name or ""] = flags[flag[2:].replace("-", "_")] = flag
+    return flags
+
+
 def _fail(message: str, code: int) -> None:
     """Print the message, field names in the words of the command line (``--max-num-seqs``)."""
-    names = {field.name for owner in (TuneConfig, EngineConfig) for field in fields(owner)}
-    names |= {"max_tokens", "out", "time_limit", "command", "storage", "study", "workers", "wait_limit"}
-    names |= {"page_size", "format", "output"}
-    names |= {"yardstick", "yardstick_gpus", "yardstick_split"}
+    flags = _flags()
     head, separator, rest = message.partition("=")
-    if separator and head in names:
-        message = f"--{head.replace('_', '-')}={rest}"
+    if separator and head in flags:
+        message = f"{flags[head]}={rest}"
     print(f"tilebudget: {message}", file=sys.stderr)
     sys.exit(code)
