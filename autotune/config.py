@@ -18,7 +18,7 @@ from ..engine.config import KERNELS
 from ..engine.server.command import served_model
 from ..engine.slo import parse_limit, parse_tbt
 from ..kernels.silicon import FRAMEWORKS
-from .scoring.objective import OBJECTIVES
+from .scoring.objective import AUTO, OBJECTIVES, parse_share
 
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8")
 #: Devices whose time is measured here; every other name is a system of the silicon tables, whose time is modelled.
@@ -82,7 +82,9 @@ class TuneConfig:
     ``arrivals`` says (``qps`` requests/s for Poisson and fixed); None keeps a trace's own times and
     saturates a preset. tbt_slo: ``strict``, ``relaxed`` or a duration such as ``20ms``; ttft_slo, e2e_slo: a duration
     at P99, or at another percentile as in ``p90:2s``; None is no limit.
-    objective: ``throughput``, ``goodput``, or ``capacity``, which sets the rate of the arrivals itself.
+    objective: ``throughput``, ``goodput``, ``capacity`` (the highest rate, as a multiple of the given traffic, that
+    meets the SLO), or ``auto``: capacity for requests that arrive over time, throughput for those that are all there at
+    once. indifference: budgets whose objective is within this share of the best (``1%``) count as equal.
     search: what is searched: ``token_budget``, and after commas ``max_num_seqs`` (the one given and powers of two below
     it) and ``policy`` (the one given and ``BUDGETED_POLICIES``), every combination of them with budgets of its own.
     min_budget, max_budget: tokens; None takes ``max_num_seqs`` and what the workload can fill.
@@ -117,7 +119,8 @@ class TuneConfig:
     arrivals: str | None = None
     qps: float | None = None
     overlong: str = "clip"
-    objective: str = "throughput"
+    objective: str = "auto"
+    indifference: str = "1%"
     tbt_slo: str = "strict"
     ttft_slo: str | None = None
     e2e_slo: str | None = None
@@ -197,7 +200,7 @@ class TuneConfig:
         for name, choices in (
             ("dtype", DTYPES),
             ("policy", POLICY_NAMES),
-            ("objective", tuple(OBJECTIVES)),
+            ("objective", (AUTO, *OBJECTIVES)),
             ("overlong", ("clip", "drop")),
             ("pipeline_stages", (2, 4, 8)),
         ):
@@ -205,11 +208,9 @@ class TuneConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(str, choices))}")
         if self.arrivals is not None and self.arrivals not in ARRIVALS:
             raise ValueError(f"arrivals={self.arrivals!r}: must be one of {', '.join(ARRIVALS)}")
-        if self.objective == "capacity" and (self.qps is not None or self.arrivals == "saturated"):
-            given = f"qps={self.qps}" if self.qps is not None else f"arrivals={self.arrivals!r}"
-            raise ValueError(
-                f"{given}: objective=capacity searches for the rate; give poisson, fixed or trace arrivals"
-            )
+        if self.objective == "capacity" and self.arrivals == "saturated":
+            raise ValueError("arrivals='saturated': objective=capacity needs poisson, fixed or trace arrivals")
+        parse_share("indifference", self.indifference)
         parse_tbt(self.tbt_slo)
         for name in ("ttft_slo", "e2e_slo"):
             if getattr(self, name) is not None:

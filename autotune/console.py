@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .recommendation.recommendation import Recommendation
+from .recommendation.recommendation import Alternative, Recommendation
 from .scoring.objective import THROUGHPUT
 from .scoring.selection import promising
 from .study.trial import TrialRow
@@ -89,24 +89,30 @@ def describe_row(row: TrialRow) -> str:
     what = f"{row.policy} budget {describe_setting(row)}"
     if row.state != "complete":
         return f"{what} {row.state}: {row.reason}"
-    tbt = row.metrics.get("tbt_p99_ms")
+    tbt, ttft = row.metrics.get("tbt_p99_ms"), row.metrics.get("ttft_p99_ms")
+    ttft_text = "" if ttft is None else f", P99 TTFT {ttft:,.0f} ms"
     tbt_text = "no TBT" if tbt is None else f"P99 TBT {tbt:.3g} ms"
     qps = row.metrics.get("capacity_qps")
     rate_text = "" if qps is None else f", capacity {qps:.3g} requests/s"
-    return f"{what}: {tbt_text}, {row.metric(THROUGHPUT):,.0f} tokens/s{rate_text}"
+    return f"{what}: {tbt_text}{ttft_text}, {row.metric(THROUGHPUT):,.0f} tokens/s{rate_text}"
 
 
 def print_recommendation(console: Console, recommendation: Recommendation, folder: str) -> None:
     """The verdict, the alternatives and where the rest is."""
+    if recommendation.objective_note:
+        console.print(recommendation.objective_note, soft_wrap=True, highlight=False)
     console.print(recommendation.verdict, soft_wrap=True, highlight=False)
     # Columns of what was searched besides the budget.
     entries = recommendation.alternatives
     more = [name for name in ("max_num_seqs", "policy") if any(getattr(entry, name) is not None for entry in entries)]
+    asked = any(entry.capacity_rps is not None or entry.capacity_at_most_rps is not None for entry in entries)
     words = {"max_num_seqs": "seqs", "policy": "policy"}
     headings = (
         "budget",
         *(words[name] for name in more),
         "kind",
+        *(("capacity req/s",) if asked else ()),
+        "P99 TTFT ms",
         "P99 TBT ms",
         "tokens/s",
         f"bubbles ({recommendation.bubble_stages} stages)",
@@ -118,6 +124,8 @@ def print_recommendation(console: Console, recommendation: Recommendation, folde
             str(entry.token_budget),
             *(str(getattr(entry, name)) for name in more),
             entry.kind,
+            *((_capacity(entry),) if asked else ()),
+            _number(None if entry.ttft_p99_s is None else entry.ttft_p99_s * 1e3, ",.0f"),
             _number(entry.tbt_p99_ms, ".1f"),
             _number(entry.total_tokens_per_s, ",.0f"),
             _number(entry.bubble_fraction, ".1%"),
@@ -130,6 +138,13 @@ def print_recommendation(console: Console, recommendation: Recommendation, folde
     for server, command in recommendation.launch_commands().items():
         console.print(f"{server}: {command}", soft_wrap=True, highlight=False, markup=False)
     console.print(f"report: {folder}/report.html", soft_wrap=True, highlight=False, markup=False)
+
+
+def _capacity(entry: Alternative) -> str:
+    """Its capacity, or the bound on it where that is all there is to know."""
+    if entry.capacity_rps is None and entry.capacity_at_most_rps is not None:
+        return f"< {entry.capacity_at_most_rps:.3g}"
+    return _number(entry.capacity_rps, ".3g")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -93,7 +93,15 @@ OPTIONS: dict[str, object] = {
         str,
         typer.Option(
             help="What to maximise among the budgets that meet the SLO: throughput; capacity (the highest request rate "
-            "that meets it); goodput (requests per second that met every limit)."
+            "that meets it); goodput (requests per second that met every limit); auto: capacity for requests that "
+            "arrive over time, throughput for those that are all there at once."
+        ),
+    ],
+    "indifference": Annotated[
+        str,
+        typer.Option(
+            help="Budgets within this share of the best objective count as equal; P99 TTFT, P99 TBT, bubbles and size "
+            "decide among them."
         ),
     ],
     "ttft_slo": Annotated[
@@ -201,6 +209,7 @@ SERVER = (
 STUDY = (
     "search",
     "objective",
+    "indifference",
     "tbt_slo",
     "ttft_slo",
     "e2e_slo",

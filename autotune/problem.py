@@ -10,12 +10,12 @@ from typing import Any
 from ..engine import AnyExecutor, EngineConfig, PipelinedExecutor, Workload
 from ..engine.metrics import SLO
 from ..engine.modelled.pipeline import AnyModelled
-from ..engine.server.engine import Target, engine_on
+from ..engine.server.engine import AnyEngine, Target, engine_on
 from ..engine.slo import ReferenceDecode, parse_limit, reference_decode, resolve_slo
 from ..engine.token_costs import TokenCosts
 from ..engine.workloads.presets import preset_workload
 from ..engine.workloads.traces import load_trace
-from ..engine.workloads.workload import assign_arrivals
+from ..engine.workloads.workload import assign_arrivals, mean_rate
 from ..kernels.latency import LatencyTable
 from ..kernels.measure import GEMM_KERNELS
 from ..kernels.tile_report import TileAnalysis, candidate_edges
@@ -23,7 +23,7 @@ from ..kernels.tiles import tile_edges
 from .config import DEFAULTS_BY_DEVICE, TuneConfig
 from .devices import modelled_kernels
 from .profiles import profile_staircase
-from .scoring.objective import OBJECTIVES, Objective
+from .scoring.objective import Objective, parse_share, resolve_objective
 from .scoring.prediction import Prediction
 from .scoring.selection import Judge
 from .study.space import MIN_EDGE_RATIO, Candidate, SearchSpace, thin_edges
@@ -51,6 +51,13 @@ class Problem:
     slo: SLO
     facts: DeviceFacts
     space: SearchSpace
+    own_rate: bool = True
+
+    @property
+    def rate_rps(self) -> float:
+        """Requests per second of ``workload``, mean over its arrivals. 1 where they are drawn for want of a rate of
+        their own (``own_rate`` is False)."""
+        return mean_rate(self.workload) if self.own_rate and not self.workload.saturated else 1.0
 
     @property
     def variance_metric(self) -> str:
@@ -63,17 +70,40 @@ class Problem:
     @property
     def objective(self) -> Objective:
         """What the study maximises."""
-        return OBJECTIVES[self.config.objective]
+        return resolve_objective(self.config.objective, self.workload)[0]
+
+    @property
+    def objective_note(self) -> str:
+        """Why that is the objective, in a sentence."""
+        return resolve_objective(self.config.objective, self.workload)[1]
 
     @property
     def table(self) -> LatencyTable | None:
         """The latency table of a modelled device."""
         return self.executor.table if isinstance(self.executor, AnyModelled) else None
 
-    def make_runner(self, predictions: Mapping[int, Prediction] | None = None) -> TrialRunner:
-        """What runs the trials; ``predictions`` are the latency model's, by budget."""
-        engine = engine_on(self.executor)
-        return TrialRunner(engine, self.workload, self.engine_config, self.slo, predictions, self.objective)
+    def make_runner(
+        self,
+        predictions: Mapping[int, Prediction] | None = None,
+        *,
+        engine: AnyEngine | None = None,
+        workload: Workload | None = None,
+        slo: SLO | None = None,
+    ) -> TrialRunner:
+        """What runs the trials; ``predictions`` are the latency model's, by budget. Another ``engine``, other requests
+        or another SLO take the place of the study's where they are given."""
+        return TrialRunner(
+            engine or engine_on(self.executor),
+            workload or self.workload,
+            self.engine_config,
+            slo or self.slo,
+            predictions,
+            self.objective,
+            rate_rps=self.rate_rps
+            if workload is None or workload.saturated or not self.own_rate
+            else mean_rate(workload),
+            own_rate=self.own_rate,
+        )
 
     def at(self, candidate: Candidate) -> Problem:
         """The same with the budget alone to search, at the ``max_num_seqs`` and policy of ``candidate``."""
@@ -91,7 +121,12 @@ class Problem:
     def judge(self) -> Judge:
         """What compares contenders of this study."""
         exact = isinstance(self.executor, AnyModelled)
-        return Judge(objective=self.objective, variance_metric=self.variance_metric, exact=exact)
+        return Judge(
+            objective=self.objective,
+            variance_metric=self.variance_metric,
+            exact=exact,
+            indifference=parse_share("indifference", self.config.indifference),
+        )
 
 
 def load_workload(config: TuneConfig, max_position: int | None = None) -> Workload:
@@ -115,10 +150,13 @@ def load_workload(config: TuneConfig, max_position: int | None = None) -> Worklo
             overlong=config.overlong,
         )
         default_arrivals = "saturated"
-    if config.objective == "capacity":
-        return workload  # ``unit_rate`` gives it its arrivals
     kind = config.arrivals or ("poisson" if config.qps is not None else default_arrivals)
-    return assign_arrivals(workload, kind=kind, qps=config.qps, seed=config.seed)
+    qps = config.qps
+    if qps is None and kind in ("poisson", "fixed") and config.objective == "capacity":
+        if not workload.has_arrivals or workload.saturated:
+            return workload  # it has no rate of its own: ``unit_rate`` gives it arrivals
+        qps = mean_rate(workload)
+    return assign_arrivals(workload, kind=kind, qps=qps, seed=config.seed)
 
 
 def unit_rate(config: TuneConfig, workload: Workload) -> Workload:
@@ -234,10 +272,13 @@ def _measured_kernel(kernels: str | None) -> str | None:
 
 def state_problem(config: TuneConfig, executor: Target, workload: Workload, facts: DeviceFacts) -> Problem:
     """Everything that the runs of the study share."""
+    # Capacity asked for by name, of requests that are all there at once: they get arrivals, at no rate of their own.
+    own_rate = config.objective != "capacity" or not workload.saturated
     return Problem(
         config=config,
         executor=executor,
-        workload=unit_rate(config, workload) if config.objective == "capacity" else workload,
+        workload=workload if own_rate else unit_rate(config, workload),
+        own_rate=own_rate,
         engine_config=make_engine_config(config, executor, facts.num_kv_blocks, facts.token_costs),
         slo=resolve_slo(
             config.tbt_slo,

@@ -69,7 +69,7 @@ class Bench:
     def half_load(self, pattern: Workload, budget: int) -> float:
         """Half of sarathi's capacity at a budget, requests/s."""
         slo = resolve_slo("relaxed", reference_decode(self.engine.executor, self.base))
-        return find_capacity(self.engine, pattern, replace(self.base, token_budget=budget), slo).qps / 2
+        return (find_capacity(self.engine, pattern, replace(self.base, token_budget=budget), slo).qps or 0.0) / 2
 
     def compare(self, load: Workload, budget: int) -> Row:
         """Both policies on one workload."""

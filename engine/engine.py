@@ -78,6 +78,7 @@ class _SerialRun(Run):
         self.executor = executor
         self.decode_runner = executor if executor.virtual_time and isinstance(executor, DecodeRunner) else None
         self.scheduler: Scheduler = make_scheduler(config, kv)
+        self.delays_s: list[float] = []  # of requests first scheduled since the monitor was last asked
         self.decode_s = 0.0  # duration of the last iteration advanced in a run, to guess how many fit the next
 
     def serve(self, monitor: Monitor | None) -> RunRecord:
@@ -120,8 +121,10 @@ class _SerialRun(Run):
                     num_finished=scheduler.num_finished,
                     num_requests=len(self.sequences),
                     gaps_s=gaps_s,
+                    delays_s=self.delays_s,
                 )
             )
+            self.delays_s = []
             if stopped is not None:
                 break
         return self.finish(stopped)
@@ -150,6 +153,7 @@ class _SerialRun(Run):
         for sequence in batch.chunks:
             if sequence.first_scheduled_s != sequence.first_scheduled_s:
                 sequence.first_scheduled_s = start_s
+                self.delays_s.append(start_s - sequence.arrival_s)
         return end_s, close_gaps(emitted, end_s) if want_gaps else [], result.model_s
 
     def _run_length(self, batch: Batch, now_s: float) -> int:

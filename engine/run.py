@@ -20,13 +20,15 @@ class Progress:
     """How far a run is, given to the ``monitor`` of ``Engine.run`` after each iteration; on a modelled device that
     advances runs of decodes in one step, after every ``MONITOR_EVERY_BATCHES`` batches and at the end.
 
-    ``gaps_s`` are the times between tokens (seconds) that ended since the last call.
+    ``gaps_s`` are the times between tokens (seconds) that ended since the last call, ``delays_s`` the scheduling delays
+    of the requests that were scheduled for the first time since then, where the loop tells them.
     """
 
     now_s: float
     num_finished: int
     num_requests: int
     gaps_s: list[float] | FloatArray
+    delays_s: SequenceOf[float] = ()
 
 
 #: Batches (a run of the same decodes is one) between two calls of a monitor on a modelled device.

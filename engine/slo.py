@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from math import floor
 from time import perf_counter
@@ -13,6 +14,7 @@ from .config import EngineConfig
 from .executor import AnyExecutor, PipelinedExecutor, num_stages
 from .kv_cache import BlockManager
 from .metrics import SLO, Limit
+from .record import FloatArray
 from .request import Batch, Request, Sequence, Workload
 from .run import Monitor, Progress
 
@@ -145,35 +147,64 @@ def _duration_s(text: str) -> float | None:
 
 
 def sound_stop(slo: SLO, workload: Workload, config: EngineConfig) -> Monitor:
-    """A monitor that stops a run once its TBT can no longer meet ``slo``, whatever the rest of the run does.
+    """A monitor that stops a run once it can no longer meet ``slo``, whatever the rest of the run does.
 
-    With N gaps in the whole run, the linearly interpolated quantile q lies at position (N - 1)q of the sorted gaps, so
-    it is over the limit for certain once N - floor((N - 1)q) gaps are. N is counted over the requests that fit
-    ``max_model_len``; one that the KV cache rejects makes N too large, which only delays the stop. So does a modelled
-    device, which asks its monitor now and then (``MONITOR_EVERY_BATCHES``).
+    With N samples in the whole run, the linearly interpolated quantile q lies at position (N - 1)q of the sorted ones,
+    so it is over the limit for certain once N - floor((N - 1)q) of them are. The samples are the gaps between tokens,
+    and the scheduling delays, which are held to the limit on the queue and, for a first token comes later still, to
+    those on TTFT and E2E. N is counted over the requests that fit ``max_model_len``; one that the KV cache rejects
+    makes N too large, which only delays the stop. So does a modelled device, which asks its monitor now and then
+    (``MONITOR_EVERY_BATCHES``).
     """
-    num_gaps = sum(
-        request.output_tokens - 1 for request in workload.requests if request.total_tokens <= config.max_model_len
-    )
-    enough = num_gaps - floor((num_gaps - 1) * slo.quantile)
-    limit_s = slo.tbt_s
-    num_over = 0
+    served = [request for request in workload.requests if request.total_tokens <= config.max_model_len]
+    gaps = _Count("gaps", "TBT", slo.tbt_s, slo.quantile, sum(request.output_tokens - 1 for request in served))
+    delays = [
+        _Count("scheduling delays", name, limit_s, quantile, len(served))
+        for name, limit_s, quantile in (
+            ("scheduling delay", None if workload.saturated else slo.max_scheduling_delay_s, 0.5),
+            *(
+                (name, None if limit is None else limit.limit_s, 0.0 if limit is None else limit.quantile)
+                for name, limit in (("TTFT", slo.ttft), ("E2E", slo.e2e))
+            ),
+        )
+        if limit_s is not None
+    ]
 
     def stop_when_lost(progress: Progress) -> str | None:
-        nonlocal num_over
-        gaps_s = progress.gaps_s
-        if isinstance(gaps_s, np.ndarray):
-            num_over += int(np.count_nonzero(gaps_s > limit_s))
-        else:
-            num_over += sum([gap_s > limit_s for gap_s in gaps_s])
-        if num_gaps and num_over >= enough:
-            return (
-                f"{num_over} of {num_gaps} gaps are over {limit_s * 1e3:.6g} ms: "
-                f"P{slo.quantile * 100:g} TBT can no longer meet {slo.name}"
-            )
-        return None
+        gaps.add(progress.gaps_s)
+        for count in delays:
+            count.add(progress.delays_s)
+        lost = next((count for count in (gaps, *delays) if count.is_lost), None)
+        return None if lost is None else f"{lost} can no longer meet {slo.name}"
 
     return stop_when_lost
+
+
+class _Count:
+    """How many samples of a run are over a limit on one of its quantiles, and whether that has lost it."""
+
+    def __init__(self, noun: str, name: str, limit_s: float, quantile: float, num_samples: int) -> None:
+        self._noun, self._name, self._limit_s, self._quantile = noun, name, limit_s, quantile
+        self._num_samples, self._num_over = num_samples, 0
+        self._enough = num_samples - floor((num_samples - 1) * quantile)
+
+    def add(self, samples_s: SequenceOf[float] | FloatArray) -> None:
+        """Count further samples, seconds."""
+        if isinstance(samples_s, np.ndarray):
+            self._num_over += int(np.count_nonzero(samples_s > self._limit_s))
+        else:
+            self._num_over += sum([sample_s > self._limit_s for sample_s in samples_s])
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the quantile is over the limit, whatever comes."""
+        return self._num_samples > 0 and self._num_over >= self._enough
+
+    def __str__(self) -> str:
+        return (
+            f"{self._num_over} of {self._num_samples} {self._noun} are over {self._limit_s * 1e3:.6g} ms: "
+            f"P{self._quantile * 100:g} {self._name}"
+        )
 
 
 def _fit_reference(executor: AnyExecutor, config: EngineConfig) -> tuple[int, int, list[str]]:

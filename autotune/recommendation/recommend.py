@@ -8,11 +8,13 @@ from datetime import UTC, datetime
 
 from ...engine.metrics import QUANTILE_FIELDS, SLO
 from ..problem import Problem, workload_summary
+from ..scoring.objective import Objective
 from ..scoring.selection import Choice, Contender, rule
 from ..study.trial import TrialRow
 from .recommendation import (
     Alternative,
     Confidence,
+    Decision,
     EngineSettings,
     Figure,
     Key,
@@ -21,7 +23,7 @@ from .recommendation import (
     SLOInfo,
     model_key,
 )
-from .verdict import describe_alternative, write_verdict
+from .verdict import describe_alternative, describe_decision, write_verdict
 
 EXPECTED_METRICS = (
     "tbt_p50_ms",
@@ -29,6 +31,7 @@ EXPECTED_METRICS = (
     "tbt_p999_ms",
     "tbt_max_ms",
     "ttft_p50_ms",
+    "ttft_p99_ms",
     "output_tokens_per_s",
     "total_tokens_per_s",
     "bubble_fraction",
@@ -63,7 +66,7 @@ def recommend(
         status=choice.status,
         token_budget=_budget(choice),
         verdict=_verdict(chosen, choice, contenders, confidence, sensitivity),
-        rule=rule(problem.objective, problem.slo),
+        rule=rule(problem.objective, problem.slo, problem.judge.indifference),
         key=Key(
             model=model_key(config.model),
             device=str(device["device"]),
@@ -98,7 +101,26 @@ def recommend(
         confidence=confidence,
         sensitivity=sensitivity,
         bubble_metric=problem.variance_metric,
+        objective_note=problem.objective_note,
+        own_rate_rps=problem.rate_rps if problem.own_rate and not problem.workload.saturated else None,
+        ttft_p99_s=_figure(best, "ttft_p99_ms", 1e-3),
+        capacity_rps=_figure(best, "capacity_qps"),
+        decision=_decision(choice, problem.objective),
     )
+
+
+def _figure(contender: Contender | None, metric: str, scale: float = 1.0) -> float | None:
+    """The median of ``metric`` times ``scale``; None without data."""
+    spread = None if contender is None else contender.spread(metric)
+    return None if spread is None else spread.value * scale
+
+
+def _decision(choice: Choice, objective: Objective) -> Decision | None:
+    """The rule that decided, in words too."""
+    made = choice.decision
+    if made is None:
+        return None
+    return Decision(statement=describe_decision(choice, objective), **{**asdict(made), "group": list(made.group)})
 
 
 def _verdict(
@@ -148,7 +170,7 @@ def _alternatives(
     others = [
         Contender(candidate=candidate, rows=(row,))
         for row in search_rows
-        if row.state == "complete"
+        if (row.state == "complete" or "capacity_at_most_qps" in row.metrics)
         and (candidate := problem.space.find(*row.setting)) is not None
         and candidate not in repeated
     ]
@@ -157,8 +179,12 @@ def _alternatives(
         if choice.best is not None and contender.candidate == choice.best.candidate:
             continue
         figures = {
-            name: None if (spread := contender.spread(metric)) is None else spread.value
+            name: _figure(contender, metric, 1e-3 if name.startswith("ttft") else 1.0)
             for name, metric in (
+                ("ttft_p50_s", "ttft_p50_ms"),
+                ("ttft_p99_s", "ttft_p99_ms"),
+                ("capacity_rps", "capacity_qps"),
+                ("capacity_at_most_rps", "capacity_at_most_qps"),
                 ("tbt_p99_ms", "tbt_p99_ms"),
                 ("total_tokens_per_s", "total_tokens_per_s"),
                 ("bubble_fraction_4", "bubble_fraction_4"),

@@ -103,6 +103,10 @@ class Alternative:
     total_tokens_per_s: float | None
     bubble_fraction_4: float | None
     iteration_cv: float | None
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    capacity_rps: float | None = None
+    capacity_at_most_rps: float | None = None
     max_num_seqs: int | None = None
     policy: str | None = None
     bubble_fraction: float | None = None
@@ -130,6 +134,20 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The rule that decided among the budgets, in words (``statement``) and with the figures of both sides where the
+    rule compares a ``metric``: ``scoring.selection.Decision`` says what its fields mean."""
+
+    rule: str
+    statement: str
+    group: Sequence[int]
+    over: int | None = None
+    metric: str | None = None
+    chosen: float | None = None
+    other: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recommendation:
     """The token budget to run and everything needed to judge it.
 
@@ -150,7 +168,9 @@ class Recommendation:
     ``status``: ``feasible``; ``infeasible`` (``token_budget`` is the closest to the SLO); ``no_data`` (no request
     generates a second token, so the SLO has nothing to say). ``expected`` maps metric names to figures in the unit
     that the name ends with. ``bubble_metric`` is the bubble fraction that the choice went by: ``bubble_fraction`` is
-    that of the pipeline that ran, the others are of 2, 4 or 8 stages that did not.
+    that of the pipeline that ran, the others are of 2, 4 or 8 stages that did not. ``objective_note`` says why the
+    objective is what it is. ``own_rate_rps`` is the rate of the given traffic, None where it has none; ``ttft_p99_s``
+    is at that rate, and ``capacity_rps`` the highest rate at which every limit holds, None where it was not asked for.
     """
 
     status: str
@@ -172,6 +192,11 @@ class Recommendation:
     confidence: Confidence | None = None
     sensitivity: Sequence[Sensitivity] = field(default_factory=list)
     bubble_metric: str = "bubble_fraction_4"
+    objective_note: str = ""
+    own_rate_rps: float | None = None
+    ttft_p99_s: float | None = None
+    capacity_rps: float | None = None
+    decision: Decision | None = None
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:

@@ -20,7 +20,7 @@ from ...kernels.latency import LatencyTable
 from ..problem import Problem
 from ..scoring.selection import promising
 from ..study.parallel import side_by_side
-from ..study.trial import TrialRow, TrialRunner
+from ..study.trial import TrialRow
 from .recommendation import Sensitivity
 
 FACTORS = (0.8, 1.2)
@@ -201,15 +201,25 @@ def _run_window(
 ) -> dict[int, float | None]:
     """Scores under ``change`` of the budgets around the best one, from ``recommended`` on; what is ``known`` is not
     run again."""
-    runner = TrialRunner(engine, change.workload, problem.engine_config, change.slo, objective=problem.objective)
+    runner = problem.make_runner(engine=engine, workload=change.workload, slo=change.slo)
     by_budget = {candidate.token_budget: candidate for candidate in problem.space.candidates}
     scores = dict(known)
     centre = recommended
     for _ in range(MAX_MOVES + 1):
         place = budgets.index(centre)
-        for budget in budgets[max(0, place - WINDOW) : place + WINDOW + 1]:
+        window = budgets[max(0, place - WINDOW) : place + WINDOW + 1]
+        for budget in sorted(window, key=lambda budget: budget != centre):
             if budget not in scores and budget in by_budget:
-                row, _ = runner.run(by_budget[budget], run=f"{change.name}-{budget}", role="sensitivity", prune=True)
+                # Under capacity, the others are asked whether they serve more than the best so far by what would count.
+                top = max((score for score in scores.values() if score is not None), default=0.0)
+                ask_rps = top * (1.0 + SAME_WITHIN) if problem.objective.name == "capacity" and top > 0.0 else None
+                row, _ = runner.run(
+                    by_budget[budget],
+                    run=f"{change.name}-{budget}",
+                    role="sensitivity",
+                    prune=True,
+                    ask_rps=ask_rps,
+                )
                 scores[budget] = row.score if promising(row) else None
         best = _best(scores)
         # Nothing meets the SLO in the window: TBT rises with the budget, so go down.

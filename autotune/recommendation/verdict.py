@@ -11,7 +11,7 @@ from ...kernels.latency import LatencyTable
 from ...kernels.step_curve import StepCurve
 from ...kernels.sweep import FOUR_GEMMS, SOURCES
 from ..scoring.objective import THROUGHPUT, Objective
-from ..scoring.selection import Choice, Contender, Judge, Spread, chunking_buys_nothing
+from ..scoring.selection import TELLING_SHARE, Choice, Contender, Judge, Spread, chunking_buys_nothing
 from ..study.space import SearchSpace
 
 
@@ -57,14 +57,10 @@ def write_verdict(
         sentences.append(f"{judge.objective.noun.capitalize()} is {judge.objective.format(score.value)}{low_high}.")
     if speed is not None:
         low_high = f" ({speed.low:,.0f} to {speed.high:,.0f})" if speed.repeats > 1 else ""
-        where = " at that rate" if judge.objective.name == "capacity" else ""
+        where = " at the traffic's own rate" if judge.objective.name == "capacity" else ""
         sentences.append(f"Throughput{where} is {speed.value:,.0f} tokens/s{low_high}.")
-    if choice.ties:
-        others = ", ".join(str(tie) for tie in choice.ties)
-        sentences.append(
-            f"A tie: the {judge.objective.noun} of {others} differs by less than the noise; no gain is claimed over "
-            "them."
-        )
+    if choice.decision is not None:
+        sentences.append(describe_decision(choice, judge.objective))
     sentences += [sentence for sentence in (_edge_sentence(judge, best, contenders, space),) if sentence]
     if table is not None:
         sentences.append(staircase_sentence(table, budget))
@@ -154,19 +150,68 @@ def describe_alternative(contender: Contender, choice: Choice, slo: SLO, objecti
         worst = [max(values) for values in zip(*(row.violations for row in contender.rows), strict=True)]
         broken = [name.replace("_", " ") for name, excess in zip(LIMITED, worst, strict=False) if excess > 0.0]
         return f"breaks the SLO: {' and '.join(broken) or 'a limit'} over the limit"
+    at_most = contender.spread("capacity_at_most_qps")
+    if contender.spread("capacity_qps") is None and at_most is not None:
+        why = (contender.rows[0].reason or "").partition(": ")[2]
+        return f"serves less than {objective.format(at_most.value)} within the SLO: {why}"
     if choice.status == "infeasible":
         return "further from the SLO"
     if contender.candidate in choice.ties:
-        return f"a tie in {objective.noun}; the choice falls to steadier iterations, then to the smaller budget"
+        return f"equal in {objective.noun}; {_tie_break(contender, best)}"
     mine, theirs = contender.spread(objective.metric), best.spread(objective.metric)
     if mine is None or theirs is None or not theirs.value > 0.0:
         return f"no {objective.noun} figure"
     change = mine.value / theirs.value - 1.0
+    amount = f"equal in {objective.noun}" if abs(change) < 5e-4 else f"{change:+.1%} {objective.noun}"
     if contender.rows[0].role == "search" and change >= 0.0:
-        return f"{change:+.1%} {objective.noun} in its one run, too little to be repeated"
+        return f"{amount} in its one run, too little to be repeated"
     if change >= 0.0:
-        return f"{change:+.1%} {objective.noun}, but its iterations are less even"
-    return f"{change:+.1%} {objective.noun}"
+        return f"{amount}, but its iterations are less even"
+    return amount
+
+
+def describe_decision(choice: Choice, objective: Objective) -> str:
+    """The rule that set the chosen budget apart, with the figures of both sides."""
+    made, best = choice.decision, choice.best
+    if made is None or best is None:
+        return ""
+    budget = best.candidate.token_budget
+    if made.rule == "only_one":
+        return f"No other budget that was compared meets the SLO, so {budget} is the choice."
+    others = [str(one) for one in made.group if one != budget]
+    equal = f"{objective.noun.capitalize()} is the same, within what counts, at {' and '.join(others)} tokens: "
+    if made.rule == "smaller_budget":
+        return f"{equal}nothing tells them apart, so the choice is the smaller budget, {budget}."
+    if made.chosen is None or made.other is None or made.metric is None:
+        return ""
+    if made.rule == "objective":
+        return (
+            f"The {objective.noun} decided: {objective.format(made.chosen)} against {objective.format(made.other)} at "
+            f"{made.over}, the best of the others that were measured to the end."
+        )
+    name, form = _TIE_BREAKS.get(made.metric, ("pipeline bubble fraction", _percent))
+    return f"{equal}{name} decided, {form(made.chosen)} against {form(made.other)} at {made.over}."
+
+
+def _percent(value: float) -> str:
+    return f"{value:.2%}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.4g} ms"
+
+
+#: What decides among budgets that are equal in the objective, in words; anything else is a bubble fraction.
+_TIE_BREAKS = {"ttft_p99_ms": ("P99 TTFT", _ms), "tbt_p99_ms": ("P99 TBT", _ms)}
+
+
+def _tie_break(contender: Contender, best: Contender) -> str:
+    """Why ``best`` was taken and not its equal: the first figure of the rule that differs by what counts."""
+    for metric, (name, form) in _TIE_BREAKS.items():
+        mine, theirs = contender.spread(metric), best.spread(metric)
+        if mine and theirs and mine.value > (1.0 + TELLING_SHARE) * theirs.value:
+            return f"{name} {form(mine.value)} against {form(theirs.value)}"
+    return "the choice falls to steadier iterations, then to the smaller budget"
 
 
 def _edge_sentence(judge: Judge, best: Contender, contenders: Sequence[Contender], space: SearchSpace) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+from ...engine import Workload
 
 THROUGHPUT = "total_tokens_per_s"
 
@@ -23,8 +26,11 @@ class Objective:
         return f"{value:,.0f} {self.unit}" if self.metric == THROUGHPUT else f"{value:.3g} {self.unit}"
 
 
+#: The objective that the traffic decides.
+AUTO = "auto"
+
 #: Share by which the two rates differ between which a capacity lies.
-CAPACITY_RESOLUTION = 0.02
+CAPACITY_RESOLUTION = 0.01
 
 OBJECTIVES = {
     objective.name: objective
@@ -40,3 +46,35 @@ OBJECTIVES = {
         Objective(name="goodput", metric="goodput_requests_per_s", noun="goodput", unit="requests/s within every SLO"),
     )
 }
+
+
+def resolve_objective(name: str, workload: Workload) -> tuple[Objective, str]:
+    """The objective that ``name`` means for the requests of ``workload``, and a sentence that says why.
+
+    ``auto`` is capacity for requests that arrive over time: there the arrivals, not the budget, set the throughput of
+    every budget that keeps up. Requests that are all there at once have no rate to raise, so it is throughput.
+    """
+    if name != AUTO:
+        arrivals_limit = name == "throughput" and not workload.saturated
+        note = "The objective is as asked."
+        if arrivals_limit:
+            note = (
+                "Requests arrive over time, so where the device keeps up with them the arrivals limit throughput, not "
+                "the budget: ask for capacity instead."
+            )
+        return OBJECTIVES[name], note
+    if workload.saturated:
+        return OBJECTIVES["throughput"], "Every request is there at once, so the study maximises throughput."
+    return (
+        OBJECTIVES["capacity"],
+        "Requests arrive over time, so the study maximises capacity: the highest rate at which every limit holds.",
+    )
+
+
+def parse_share(name: str, text: str) -> float:
+    """A share such as ``1%`` or ``0.01``, at least 0 and below 1. Raises ValueError that names the field ``name``."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(%?)", text.strip())
+    share = float(match[1]) / (100.0 if match[2] else 1.0) if match is not None else -1.0
+    if not 0.0 <= share < 1.0:
+        raise ValueError(f"{name}={text!r}: must be a share of at least 0 and below 1, such as 1% or 0.01")
+    return share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ...engine.metrics import SLO
@@ -14,13 +14,19 @@ from ..study.trial import TrialRow
 from .comparison import PAIRED_TEST, Comparison, compare
 from .objective import Objective
 
+#: What decides among budgets that are equal in the objective, in this order, and the share by which one must be lower.
+LATENCY_TIE_BREAKS = ("ttft_p99_ms", "tbt_p99_ms")
+TELLING_SHARE = 0.05
 
-def rule(objective: Objective, slo: SLO) -> str:
+
+def rule(objective: Objective, slo: SLO, indifference: float = 0.0) -> str:
     """How the recommendation is chosen, in words."""
     limits = " and ".join(part for part in ("P99 TBT, median scheduling delay", describe_limits(slo)) if part)
+    near = f"within {indifference:.3%} or ".replace(".000%", "%") if indifference else "within "
     return (
-        f"Feasible in every repeat ({limits} within the SLO); of those, {objective.noun} within the noise of the best; "
-        "of those, the lowest pipeline bubble fraction, noise again a tie; of those, the smallest budget. Noise: the "
+        f"Feasible in every repeat ({limits} within the SLO); of those, {objective.noun} {near}the noise of the best; "
+        f"of those, at the traffic's own rate, a P99 TTFT that is lower by more than {TELLING_SHARE:.0%}, then a P99 TBT "
+        "that is, then the lowest pipeline bubble fraction, noise again a tie; of those, the smallest budget. Noise: the "
         f"{PAIRED_TEST}, does not show a difference."
     )
 
@@ -64,12 +70,27 @@ class Contender:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The rule that decided: ``objective``, ``ttft_p99``, ``tbt_p99``, ``bubble_fraction``, ``smaller_budget``, or
+    ``only_one`` where nothing else met the SLO. ``group``: the budgets that count as equal in the objective. ``over``:
+    the budget that the rule decided against, with both sides' figures of ``metric`` where the rule has one."""
+
+    rule: str
+    group: tuple[int, ...]
+    over: int | None = None
+    metric: str | None = None
+    chosen: float | None = None
+    other: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """The outcome: ``status``, the winner (None when nothing ran), and those that tie with it."""
 
     status: str
     best: Contender | None
     ties: tuple[Candidate, ...] = ()
+    decision: Decision | None = None
 
 
 def promising(row: TrialRow) -> bool:
@@ -87,20 +108,30 @@ def shortlist(rows: Sequence[TrialRow], count: int) -> list[TrialRow]:
     if good:
         ranked = sorted(good, key=lambda row: (-row.score, row.token_budget))
     else:
-        ranked = sorted(usable, key=lambda row: (max(row.violations, default=math.inf), row.token_budget))
+        # What serves the most within the SLO, if less than arrives, else what is closest to it.
+        ranked = sorted(
+            usable, key=lambda row: (-_capacity(row), max(row.violations, default=math.inf), row.token_budget)
+        )
     best: dict[tuple[int, int | None, str], TrialRow] = {}
     for row in ranked:
         best.setdefault(row.setting, row)
     return list(best.values())[:count]
 
 
+def _capacity(row: TrialRow) -> float:
+    qps = row.metric("capacity_qps")
+    return 0.0 if math.isnan(qps) else qps
+
+
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """Compares contenders: by ``objective``, then by ``variance_metric``; ``exact`` on a device that repeats itself."""
+    """Compares contenders: by ``objective``, where those within ``indifference`` (a share) of the best are equal, then
+    by P99 TTFT and P99 TBT, then by ``variance_metric``; ``exact`` on a device that repeats itself."""
 
     objective: Objective
     variance_metric: str
     exact: bool = False
+    indifference: float = 0.0
 
     def compare(self, one: Contender, other: Contender, metric: str | None = None) -> Comparison:
         """How much higher ``one`` is in ``metric``, by default the objective's."""
@@ -130,15 +161,60 @@ class Judge:
             return Choice(status="no_data", best=None)
         feasible = [contender for contender in ran if contender.feasible is not False]
         if not feasible:
-            closest = min(ran, key=lambda contender: (_distance(contender), contender.candidate.token_budget))
+            closest = min(ran, key=lambda one: (-_most(one), _distance(one), one.candidate.token_budget))
             return Choice(status="infeasible", best=closest)
+        group = self.equals(feasible)
+        best, decision = self._decide(group, feasible)
+        ties = tuple(
+            sorted((one.candidate for one in group if one is not best), key=lambda candidate: candidate.token_budget)
+        )
+        status = "no_data" if best.feasible is None else "feasible"
+        return Choice(status=status, best=best, ties=ties, decision=decision)
+
+    def equals(self, feasible: Sequence[Contender]) -> list[Contender]:
+        """Those that count as equal in the objective: not shown to be below the best, or within ``indifference``."""
         leader = self.leader(feasible)
-        fast = [one for one in feasible if leader is None or self.compare(one, leader).outcome != "lower"]
-        steady = self._steadiest(fast)
-        best = min(steady, key=lambda contender: contender.candidate.token_budget)
-        tied = [one.candidate for one in fast if one is not best]
-        ties = tuple(sorted(tied, key=lambda candidate: candidate.token_budget))
-        return Choice(status="no_data" if best.feasible is None else "feasible", best=best, ties=ties)
+        top = None if leader is None else leader.spread(self.objective.metric)
+        if leader is None or top is None:
+            return list(feasible)
+
+        def near(one: Contender) -> bool:
+            mine = one.spread(self.objective.metric)
+            return mine is not None and mine.value >= (1.0 - self.indifference) * top.value
+
+        return [one for one in feasible if self.compare(one, leader).outcome != "lower" or near(one)]
+
+    def _decide(self, group: Sequence[Contender], feasible: Sequence[Contender]) -> tuple[Contender, Decision]:
+        """The winner among equals, and the rule that set it apart from the last one left beside it."""
+        left = list(group)
+        decided = None
+        for metric in LATENCY_TIE_BREAKS:
+            kept = _lowest(left, metric)
+            if len(kept) < len(left):
+                decided = metric, [one for one in left if one not in kept]
+            left = kept
+        kept = self._steadiest(left)
+        if len(kept) < len(left):
+            decided = self.variance_metric, [one for one in left if one not in kept]
+        best = min(kept, key=lambda one: one.candidate.token_budget)
+        members = tuple(sorted(one.candidate.token_budget for one in group))
+        if len(kept) > 1:
+            other = min((one for one in kept if one is not best), key=lambda one: one.candidate.token_budget)
+            return best, Decision(rule="smaller_budget", group=members, over=other.candidate.token_budget)
+        if decided is not None:
+            metric, beaten = decided
+            other = self._closest(beaten, metric)
+            return best, _decision(metric, members, best, other)
+        others = [one for one in feasible if one is not best and one not in group]
+        if not others:
+            return best, Decision(rule="only_one", group=members)
+        rival = max(others, key=lambda one: (_value(one, self.objective.metric), -one.candidate.token_budget))
+        return best, replace(_decision(self.objective.metric, members, best, rival), rule="objective")
+
+    @staticmethod
+    def _closest(beaten: Sequence[Contender], metric: str) -> Contender:
+        """Of those that a rule left behind, the one that it left behind by least."""
+        return min(beaten, key=lambda one: (_value(one, metric), one.candidate.token_budget))
 
     def _steadiest(self, contenders: Sequence[Contender]) -> list[Contender]:
         """Those whose pipeline variance is not shown to be above the lowest."""
@@ -147,6 +223,38 @@ class Judge:
             return list(contenders)
         lowest = min(spreads, key=lambda pair: pair[1].value)[0]
         return [one for one, _ in spreads if self.compare(one, lowest, self.variance_metric).outcome != "higher"]
+
+
+def _decision(metric: str, group: tuple[int, ...], best: Contender, other: Contender) -> Decision:
+    rules = {"ttft_p99_ms": "ttft_p99", "tbt_p99_ms": "tbt_p99"}
+    return Decision(
+        rule=rules.get(metric, "bubble_fraction"),
+        group=group,
+        over=other.candidate.token_budget,
+        metric=metric,
+        chosen=_value(best, metric),
+        other=_value(other, metric),
+    )
+
+
+def _lowest(contenders: Sequence[Contender], metric: str) -> list[Contender]:
+    """Those whose ``metric`` is no more than ``TELLING_SHARE`` above the lowest; all where one has no data."""
+    values = {id(one): _value(one, metric) for one in contenders}
+    if any(math.isnan(value) for value in values.values()):
+        return list(contenders)
+    limit = min(values.values()) * (1.0 + TELLING_SHARE)
+    return [one for one in contenders if values[id(one)] <= limit]
+
+
+def _value(contender: Contender, metric: str) -> float:
+    spread = contender.spread(metric)
+    return math.nan if spread is None else spread.value
+
+
+def _most(contender: Contender) -> float:
+    """The capacity of a contender; 0 where it has none."""
+    qps = _value(contender, "capacity_qps")
+    return 0.0 if math.isnan(qps) else qps
 
 
 def chunking_buys_nothing(

@@ -21,6 +21,9 @@ from .trial import TrialRow, TrialRunner
 ProgressSink = Callable[[str, int, int, TrialRow | None], None]
 
 
+#: Budgets that are asked, after a race for capacity, whether they are equal to its winner.
+MAX_ASKED = 12
+
 #: Rounds at most, for each of the settings' ``repeats``.
 MAX_ROUNDS_PER_REPEAT = 2
 
@@ -37,11 +40,13 @@ def repeat_contenders(
     """Repeat the best budgets interleaved until they are told apart; when none of them holds the SLO in every repeat,
     the next best too."""
     contenders: list[Contender] = []
-    pairs: list[RunPair] = []
+    pairs = ask_equals(problem, runner, search_rows, progress)
+    search_rows = [*search_rows, *(row for row, _ in pairs)]
+    count = max(problem.config.num_contenders, sum(row.state == "complete" for row, _ in pairs) + 1)
     while True:
         tried = [contender.candidate for contender in contenders]
         left = [row for row in search_rows if problem.space.find(*row.setting) not in tried]
-        best = shortlist(left, problem.config.num_contenders)
+        best = shortlist(left, count)
         if not best or (contenders and not any(promising(row) for row in left)):
             return contenders, pairs
         batch = _with_company(problem, best, tried, search_rows)
@@ -55,6 +60,32 @@ def repeat_contenders(
             return contenders, pairs
 
 
+def ask_equals(
+    problem: Problem, runner: TrialRunner, search_rows: Sequence[TrialRow], progress: ProgressSink
+) -> list[RunPair]:
+    """Under capacity, on a device that repeats itself: the budgets that the search only knows to serve less than the
+    best, but not by how much, are asked whether they are its equal; those nearest in size, ``MAX_ASKED`` at most."""
+    best = next(iter(shortlist(search_rows, 1)), None)
+    top = math.nan if best is None else best.metric("capacity_qps")
+    if best is None or problem.objective.name != "capacity" or not problem.judge.exact or not top > 0.0:
+        return []
+    ask_rps = (1.0 - problem.judge.indifference) * top
+    unsure = [row for row in search_rows if row.state == "pruned" and row.metric("capacity_at_most_qps") > ask_rps]
+    unsure.sort(key=lambda row: abs(math.log(row.token_budget / best.token_budget)))
+    candidates = [found for row in unsure[:MAX_ASKED] if (found := problem.space.find(*row.setting)) is not None]
+
+    def ask(candidate: Candidate) -> RunPair:
+        return runner.run(
+            candidate, run=f"equal-{candidate.run_suffix}", role="repeat", round_number=0, ask_rps=ask_rps
+        )
+
+    runs: list[RunPair] = []
+    for pair in side_by_side(ask, candidates):
+        runs.append(pair)
+        progress("repeat", len(runs), len(candidates), pair[0])
+    return runs
+
+
 def _with_company(
     problem: Problem, best: Sequence[TrialRow], tried: Sequence[Candidate], search_rows: Sequence[TrialRow]
 ) -> list[Candidate]:
@@ -62,6 +93,8 @@ def _with_company(
     of the first, if they ran well."""
     found = (problem.space.find(*row.setting) for row in best)
     batch = [candidate for candidate in found if candidate is not None]
+    if problem.objective.name == "capacity":
+        return batch  # a budget that serves less is known to; nothing is learned by finding out how much less
     variant = problem.space.variant_of(batch[0])
     partner, whole = variant.partner(batch[0]), variant.whole_prompt
     whole_ran = any(whole and problem.space.find(*row.setting) == whole and promising(row) for row in search_rows)
@@ -167,5 +200,6 @@ def _at_capacity(runner: TrialRunner, best: Contender) -> TrialRunner:
     if runner.objective.name != "capacity":
         return runner
     qps = best.spread(runner.objective.metric)
-    workload = scale_load(runner.workload, qps.value) if qps is not None and qps.value > 0.0 else runner.workload
+    factor = 0.0 if qps is None else qps.value / runner.rate_rps
+    workload = scale_load(runner.workload, factor) if factor > 0.0 else runner.workload
     return TrialRunner(runner.engine, workload, runner.base, runner.slo)

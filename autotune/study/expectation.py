@@ -53,14 +53,16 @@ class Expectation:
     def fit(cls, costs: TokenCosts, rows: Sequence[TrialRow], pending: Sequence[int]) -> Expectation | None:
         """An expectation from finished runs; None when they are too few. ``pending`` budgets are being run."""
         scored = [row for row in rows if row.state == "complete" and row.score > 0.0]
+        # A budget that the queue kept from a rate has a capacity below it: for want of the figure, that rate.
+        scored += [row for row in rows if row.state == "pruned" and 0.0 < (row.tbt_share or 0.0) <= 1.0]
         timed = [row for row in rows if row.state in ("complete", "pruned") and row.violations]
         if len(scored) < MIN_RUNS or len(timed) < MIN_RUNS:
             return None
-        per_token = np.array([1.0 / row.score for row in scored])
+        per_token = np.array([1.0 / (row.score or row.metric("capacity_at_most_qps")) for row in scored])
         score = _fit([_terms(costs, row.token_budget) / row.token_budget for row in scored], per_token, scored)
         share = _fit(
             [_terms(costs, row.token_budget) for row in timed],
-            np.array([max(1.0 + row.violations[0], 1e-3) for row in timed]),
+            np.array([max(row.tbt_share or 1.0 + row.violations[0], 1e-3) for row in timed]),
             timed,
         )
         tried = np.log([*(row.token_budget for row in rows), *pending])

@@ -14,7 +14,7 @@ from time import perf_counter
 from .pause import Pause
 from .sampler import Params, Tried, distributions, propose, start_params
 from .space import SearchSpace
-from .trial import OnTrial, TrialRow, TrialRunner
+from .trial import OnTrial, TrialRow, TrialRunner, next_question
 from .trial_queue import Proposal, TrialQueue
 from .worker import candidate_of, run_claim, run_name
 
@@ -86,13 +86,16 @@ class BudgetStudy:
         """Propose what may be proposed by now; False when that is nothing."""
         begun, num_first = len(proposals), len(self._start)
         num_done = next((index for index, one in enumerate(proposals) if one.row is None), begun)  # without a gap
-        end = num_first if num_done < num_first else num_done + self.max_concurrent
+        racing = self.runner.objective.name == "capacity"  # each budget is asked about the best capacity before it
+        end = num_first if num_done < num_first and not racing else num_done + self.max_concurrent
         tried = [Tried(params=one.params, row=None) for one in proposals]
         for index in range(begun, min(end, num_trials, self._num_candidates)):
-            num_known = max(num_first, index + 1 - self.max_concurrent)
+            num_known = max(0 if racing else num_first, index + 1 - self.max_concurrent)
             known = [Tried(params=one.params, row=one.row) for one in proposals[:num_known]]
             params = self._start[index] if index < num_first else self._propose([*known, *tried[num_known:]])
-            self.queue.add(Proposal(index=index, params=params), distributions(self.space.variant(params)))
+            ask_rps = next_question([one.row for one in known if one.row is not None])
+            proposal = Proposal(index=index, params=params, ask_rps=ask_rps)
+            self.queue.add(proposal, distributions(self.space.variant(params)))
             tried.append(Tried(params=params, row=None))
         return len(tried) > begun
 

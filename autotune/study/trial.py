@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from time import perf_counter
@@ -13,8 +13,8 @@ from ...engine import EngineConfig, Monitor, RunRecord, Workload
 from ...engine.metrics import SLO, Metrics, compute_metrics
 from ...engine.server.engine import AnyEngine, ServerEngine
 from ...engine.slo import sound_stop
-from ..scoring.capacity import find_capacity
-from ..scoring.objective import OBJECTIVES, Objective
+from ..scoring.capacity import Capacity, find_capacity
+from ..scoring.objective import CAPACITY_RESOLUTION, OBJECTIVES, Objective
 from ..scoring.prediction import Prediction
 from .device_lock import device_lock
 from .space import Candidate
@@ -30,8 +30,9 @@ class TrialRow:
     """One row of ``trials.parquet``. ``state`` is ``complete``, ``pruned`` or ``failed``; the last two have a
     ``reason``. ``feasible`` is None where the SLO has no data. A pruned row's ``tbt_p99_ms`` is that of the run so far.
     ``max_num_seqs`` is None where the study does not search it. ``round``: of the interleaved repeats. ``score``: the
-    objective of a complete run. ``violations``: how far over its limit each of ``engine.metrics.LIMITED`` is, as a
-    share of the limit.
+    objective of a complete run. ``tbt_share``: under capacity, P99 TBT as a share of its limit just above the capacity,
+    or at the rate that was asked for. ``violations``: how far over its limit each of ``engine.metrics.LIMITED`` is, as
+    a share of the limit.
     """
 
     run: str
@@ -49,6 +50,7 @@ class TrialRow:
     round: int | None = None
     score: float = 0.0
     violations: tuple[float, ...] = ()
+    tbt_share: float | None = None
     tbt_quantiles_ms: tuple[float, ...] = ()
     metrics: MetricRow = field(default_factory=dict)
     predicted_tbt_p99_ms: float | None = None
@@ -71,7 +73,7 @@ class TrialRow:
             if row[name] is None:
                 del row[name]
         row["tbt_quantiles_ms"] = list(self.tbt_quantiles_ms)
-        del row["violations"], row["score"]
+        del row["violations"], row["score"], row["tbt_share"]
         del row["metrics"]
         return row | self.metrics
 
@@ -86,8 +88,9 @@ class TrialRunner:
     """Runs budgets of one study on one engine and turns each run into a row.
 
     A run that raises, or whose figures are not finite, is a failed row with its reason; it never ends the study.
-    ``predictions`` are the latency model's, by budget, for the policy of ``base``. Under the objective ``capacity`` a
-    run is a search over request rates, for which ``workload`` arrives at 1 per second; the row is the run at capacity.
+    ``predictions`` are the latency model's, by budget, for the policy of ``base``. ``workload`` arrives at ``rate_rps``
+    requests per second. Under the objective ``capacity`` a run is a search over request rates, and the row is the run
+    at the workload's own rate, with the capacity beside; without an ``own_rate`` it is the run at capacity.
     """
 
     def __init__(
@@ -98,6 +101,9 @@ class TrialRunner:
         slo: SLO,
         predictions: Mapping[int, Prediction] | None = None,
         objective: Objective = OBJECTIVES["throughput"],
+        *,
+        rate_rps: float = 1.0,
+        own_rate: bool = False,
     ) -> None:
         self.engine = engine
         self.objective = objective
@@ -105,6 +111,8 @@ class TrialRunner:
         self.workload = workload
         self.base = base
         self.slo = slo
+        self.rate_rps = rate_rps
+        self.own_rate = own_rate
 
     def run(
         self,
@@ -115,8 +123,13 @@ class TrialRunner:
         policy: str | None = None,
         prune: bool = False,
         round_number: int | None = None,
+        ask_rps: float | None = None,
     ) -> tuple[TrialRow, RunRecord | None]:
-        """Run one budget; with ``prune`` it stops once its SLO cannot be met any more."""
+        """Run one budget; with ``prune`` it stops once its SLO cannot be met any more.
+
+        Under ``capacity``, with ``ask_rps`` it is first asked whether it holds the SLO at that rate; where it does not,
+        the row is a pruned one with that bound and nothing else.
+        """
         began = perf_counter()
         row = replace(self.failed_row(candidate, run, role, None, policy=policy), round=round_number)
         prediction = self.predictions.get(candidate.token_budget)
@@ -136,20 +149,61 @@ class TrialRunner:
                 max_num_seqs=candidate.max_num_seqs or self.base.max_num_seqs,
             )
             with device_lock(self.engine if isinstance(self.engine, ServerEngine) else self.engine.executor):
-                record, metrics, qps = self._measure(config, prune)
-            row = self._score(row, record, metrics, qps)
+                if self.objective.name == "capacity":
+                    row, record = self._find_capacity(row, config, ask_rps)
+                else:
+                    record = self.engine.run(self.workload, config, monitor=self._monitor() if prune else None)
+                    row = self._score(row, record, compute_metrics(record, self.slo), None)
         except Exception as error:  # a failed trial is a result: kept with its reason
             row = replace(row, reason=f"{type(error).__name__}: {error}")
         return replace(row, elapsed_s=perf_counter() - began), record
 
-    def _measure(self, config: EngineConfig, prune: bool) -> tuple[RunRecord, Metrics, float | None]:
-        """The run, its metrics, and the capacity where that is the objective."""
-        if self.objective.name != "capacity":
-            record = self.engine.run(self.workload, config, monitor=self._monitor() if prune else None)
-            return record, compute_metrics(record, self.slo), None
-        monitor = self._monitor if prune else None
-        found = find_capacity(self.engine, self.workload, config, self.slo, monitor=monitor)
-        return found.record, found.metrics, found.qps
+    def _find_capacity(
+        self, row: TrialRow, config: EngineConfig, ask_rps: float | None
+    ) -> tuple[TrialRow, RunRecord | None]:
+        """The row of a search over rates, and the record that its metrics are of."""
+        found = find_capacity(
+            self.engine,
+            self.workload,
+            config,
+            self.slo,
+            rate_rps=self.rate_rps,
+            ask_rps=ask_rps,
+            monitor=self._monitor,
+        )
+        if found.qps is None:
+            return self._bounded(row, found), None
+        record, metrics = found.record, found.metrics
+        if self.own_rate:
+            record = self.engine.run(self.workload, config)
+            metrics = compute_metrics(record, self.slo)
+        row = self._score(row, record, metrics, found.qps)
+        above = None if found.above is None else found.above.tbt_at(self.slo.quantile)
+        if row.state != "complete":
+            return row, record
+        bound: MetricRow = {"capacity_at_most_qps": found.at_most_qps}
+        share = None if above is None else above / self.slo.tbt_s
+        return replace(row, metrics=row.metrics | bound, tbt_share=share), record
+
+    def _bounded(self, row: TrialRow, found: Capacity) -> TrialRow:
+        """The row of a budget that does not hold the rate that was asked for."""
+        assert found.at_most_qps is not None
+        excesses = found.metrics.excesses(self.slo)
+        broken = [name.replace("_", " ") for name, excess in excesses.items() if (excess or 0.0) > 0.0]
+        why = found.record.stopped or f"{' and '.join(broken)} over the limit there"
+        violations = [max(excess or 0.0, 0.0) for excess in excesses.values()]
+        if not any(violations):
+            violations[0] = 1e-6  # stopped before the figures showed it
+        tbt_s = found.metrics.tbt_at(self.slo.quantile)
+        return replace(
+            row,
+            state="pruned",
+            reason=f"capacity below {found.at_most_qps:.4g} requests/s: {why}",
+            feasible=False if self.own_rate and found.at_most_qps <= self.rate_rps else None,
+            violations=tuple(violations),
+            tbt_share=None if tbt_s is None else tbt_s / self.slo.tbt_s,
+            metrics={"capacity_at_most_qps": found.at_most_qps},
+        )
 
     def failed_row(
         self, candidate: Candidate, run: str, role: str, reason: str | None, *, policy: str | None = None
@@ -203,6 +257,18 @@ class TrialRunner:
             tbt_quantiles_ms=tuple(metrics.tbt_quantiles_ms()),
             metrics=values,
         )
+
+
+def next_question(rows: Iterable[TrialRow]) -> float | None:
+    """The rate that the next budget is asked about: just above the best capacity of ``rows``, requests/s. None where
+    none has a capacity, or it is not what the study is after."""
+    found = [row for row in rows if row.metric("capacity_qps") > 0.0]
+    if not found:
+        return None
+    best = max(found, key=lambda row: row.metric("capacity_qps"))
+    # Where no rate broke the SLO, the figure is where the asking ended, and nothing is above it.
+    bounded = not math.isnan(best.metric("capacity_at_most_qps"))
+    return best.metric("capacity_qps") * (1.0 + CAPACITY_RESOLUTION if bounded else 1.0)
 
 
 #: Told of every finished run: the row, and how many of how many are done in this phase.

@@ -41,11 +41,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """One budget that the study is to run. ``index`` is its place among them; ``row`` is None until it has one."""
+    """One budget that the study is to run. ``index`` is its place among them; ``row`` is None until it has one. Under
+    capacity, ``ask_rps`` is the rate that it is asked about first, None where no budget has a capacity yet."""
 
     index: int
     params: Params
     row: TrialRow | None = None
+    ask_rps: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +256,11 @@ class TrialQueue:
                 state=state,
                 params=dict(proposal.params),
                 distributions=dict(distributions),
-                user_attrs={"proposal": proposal.index, **more},
+                user_attrs={
+                    "proposal": proposal.index,
+                    **({} if proposal.ask_rps is None else {"ask_rps": proposal.ask_rps}),
+                    **more,
+                },
             )
         )
 
@@ -288,7 +294,7 @@ def _counts(trial: FrozenTrial, variance_metric: str) -> bool:
 
 
 def _proposal(trial: FrozenTrial, row: TrialRow | None) -> Proposal:
-    return Proposal(index=_index(trial), params=dict(trial.params), row=row)
+    return Proposal(index=_index(trial), params=dict(trial.params), row=row, ask_rps=trial.user_attrs.get("ask_rps"))
 
 
 def _proposals(trials: list[FrozenTrial], variance_metric: str) -> list[Proposal]:

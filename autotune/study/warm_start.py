@@ -25,7 +25,6 @@ from ..scoring.objective import THROUGHPUT
 from ..scoring.prediction import Prediction
 from ..scoring.selection import promising
 from .space import KINDS, WHOLE_PROMPT, Candidate
-from .trial import TrialRunner
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ def quick_profile(problem: Problem, executor: Executor) -> Profile:
 def predict(profile: Profile, problem: Problem) -> dict[int, Prediction]:
     """The modelled run of every candidate, by budget; aligned ones first, as far as ``PREDICT_LIMIT_S`` goes."""
     engine = Engine(modelled_as(profile, _model(problem), seed=problem.config.seed))
-    runner = TrialRunner(engine, problem.workload, problem.engine_config, problem.slo, objective=problem.objective)
+    runner = problem.make_runner(engine=engine)
     until_s = perf_counter() + PREDICT_LIMIT_S
     found: dict[int, Prediction] = {}
     for candidate in sorted(problem.space.candidates, key=_precedence):

@@ -97,7 +97,13 @@ def run_claim(queue: TrialQueue, runner: TrialRunner, space: SearchSpace, claim:
     candidate = candidate_of(space, claim.proposal)
     try:
         with queue.beating(claim):
-            row, _ = runner.run(candidate, run=run_name(claim.proposal), role="search", prune=True)
+            row, _ = runner.run(
+                candidate,
+                run=run_name(claim.proposal),
+                role="search",
+                prune=True,
+                ask_rps=claim.proposal.ask_rps,
+            )
             queue.finish(claim, row)
             return row
     except KeyboardInterrupt:

@@ -139,6 +139,16 @@ def assign_arrivals(workload: Workload, kind: str = "trace", *, qps: float | Non
     return _with_arrivals(workload, arrivals_s, f"Poisson arrivals, {qps:g} requests/s, seed {seed}")
 
 
+def mean_rate(workload: Workload) -> float:
+    """Requests per second of a workload that arrives over time: the gaps between arrivals over their span.
+
+    Raises ValueError when every request arrives at once.
+    """
+    if workload.saturated:
+        raise ValueError(f"workload {workload.name!r}: every request arrives at once, so it has no rate")
+    return (len(workload.requests) - 1) / workload.requests[-1].arrival_s
+
+
 def scale_load(workload: Workload, factor: float) -> Workload:
     """The same requests with the same pattern of arrivals, ``factor`` times as fast.
 

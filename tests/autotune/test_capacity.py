@@ -9,11 +9,14 @@ from stair_device import StairDevice
 from tilebudget.autotune import TuneConfig, tune
 from tilebudget.autotune.problem import unit_rate
 from tilebudget.autotune.scoring.capacity import bisect_rate, find_capacity
-from tilebudget.engine import SLO, Engine, EngineConfig, Workload
+from tilebudget.autotune.scoring.objective import OBJECTIVES, parse_share, resolve_objective
+from tilebudget.autotune.study.space import Candidate
+from tilebudget.autotune.study.trial import TrialRow, TrialRunner, next_question
+from tilebudget.engine import SLO, Engine, EngineConfig, Monitor, RunRecord, Workload
 from tilebudget.engine.metrics import compute_metrics
 from tilebudget.engine.workloads.workload import scale_load
 
-CONFIG = TuneConfig(max_num_seqs=8, max_model_len=4096, max_budget=2048, objective="capacity")
+CONFIG = TuneConfig(indifference="0%", max_num_seqs=8, max_model_len=4096, max_budget=2048, objective="capacity")
 ENGINE = EngineConfig(token_budget=512, max_num_seqs=8, max_model_len=4096)
 
 
@@ -26,7 +29,8 @@ def test_the_rate_is_bracketed_from_either_side(start_qps: float, truth: float) 
 
 def test_a_rate_that_nothing_meets_is_zero() -> None:
     found, lowest = bisect_rate(lambda qps: False, 8.0, 0.02)
-    assert (found, lowest) == (0.0, 8.0 / 2**8)
+    assert found == 0.0
+    assert lowest < 8.0 / 2**8
 
 
 def test_capacity_is_where_an_exhaustive_scan_of_rates_turns(workload: Workload) -> None:
@@ -34,6 +38,7 @@ def test_capacity_is_where_an_exhaustive_scan_of_rates_turns(workload: Workload)
     slo = SLO(name="test", tbt_s=0.03, max_scheduling_delay_s=0.02)
     engine, arriving = Engine(StairDevice()), unit_rate(CONFIG, workload)
     found = find_capacity(engine, arriving, ENGINE, slo)
+    assert found.qps is not None
 
     def excess(qps: float) -> float:
         metrics = compute_metrics(engine.run(scale_load(arriving, qps), ENGINE), slo)
@@ -68,9 +73,7 @@ def test_tune_maximises_capacity(tmp_path: Path, workload: Workload) -> None:
     assert recommendation.slo.scheduling_delay_p50_s == 2.0
 
 
-def test_a_rate_cannot_be_given_with_it() -> None:
-    with pytest.raises(ValueError, match=r"qps=2.0: objective=capacity searches for the rate"):
-        TuneConfig(objective="capacity", qps=2.0)
+def test_capacity_needs_requests_that_arrive_over_time() -> None:
     with pytest.raises(ValueError, match="arrivals='saturated': objective=capacity"):
         TuneConfig(objective="capacity", arrivals="saturated")
 
@@ -102,3 +105,70 @@ def test_a_time_limit_ends_the_search_and_is_told(tmp_path: Path, workload: Work
     )
     assert recommendation.confidence is not None
     assert "The time limit of 0.001 s ended the search after" in recommendation.confidence.statement
+
+
+def test_the_traffic_decides_what_auto_maximises(workload: Workload) -> None:
+    timed = unit_rate(CONFIG, workload)
+    assert resolve_objective("auto", workload)[0].name == "throughput"
+    assert resolve_objective("auto", timed)[0].name == "capacity"
+    assert resolve_objective("goodput", timed)[0].name == "goodput"
+    assert "ask for capacity instead" in resolve_objective("throughput", timed)[1]
+
+
+@pytest.mark.parametrize(("text", "share"), [("1%", 0.01), ("0.02", 0.02), ("0", 0.0), ("2.5 %", 0.025)])
+def test_shares_are_read(text: str, share: float) -> None:
+    assert parse_share("indifference", text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["", "-1%", "100%", "1", "one", "nan"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"indifference=.*must be a share"):
+        TuneConfig(indifference=text)
+
+
+class CountingEngine(Engine):
+    """Counts its runs."""
+
+    num_runs = 0
+
+    def run(self, workload: Workload, config: EngineConfig, *, monitor: Monitor | None = None) -> RunRecord:
+        self.num_runs += 1
+        return super().run(workload, config, monitor=monitor)
+
+
+def test_a_race_of_capacities_agrees_with_bisecting_each_in_a_third_of_the_runs(workload: Workload) -> None:
+    timed = unit_rate(CONFIG, replace(workload, requests=workload.requests * 8))
+    slo = SLO(name="test", tbt_s=0.0301, max_scheduling_delay_s=0.1)
+    budgets = [1024, 512, 256, 2048, *range(320, 2048, 96)]
+    plain, racing = CountingEngine(StairDevice()), CountingEngine(StairDevice())
+    plainly = {
+        budget: find_capacity(plain, timed, replace(ENGINE, token_budget=budget), slo).qps or 0.0 for budget in budgets
+    }
+    runner = TrialRunner(racing, timed, ENGINE, slo, objective=OBJECTIVES["capacity"])
+    rows: list[TrialRow] = []
+    for budget in budgets:
+        candidate = Candidate(token_budget=budget, kind="aligned", edge_tokens=budget)
+        rows.append(runner.run(candidate, run="race", role="search", ask_rps=next_question(rows))[0])
+    winner = max((row for row in rows if row.state == "complete"), key=lambda row: row.score)
+    assert winner.score == pytest.approx(max(plainly.values()), rel=0.02)
+    assert plainly[winner.token_budget] == pytest.approx(max(plainly.values()), rel=0.02)
+    assert racing.num_runs <= plain.num_runs / 3
+    for row in rows:
+        if row.state == "pruned":  # a no is a bound, and a true one
+            assert row.score == 0.0
+            assert plainly[row.token_budget] <= row.metric("capacity_at_most_qps")
+            assert max(row.violations) > 0.0
+
+
+def test_a_trial_under_capacity_has_the_metrics_of_the_given_rate(workload: Workload) -> None:
+    timed = scale_load(unit_rate(CONFIG, workload), 3.0)
+    slo = SLO(name="test", tbt_s=0.0301, max_scheduling_delay_s=0.02)
+    runner = TrialRunner(
+        Engine(StairDevice()), timed, ENGINE, slo, objective=OBJECTIVES["capacity"], rate_rps=3.0, own_rate=True
+    )
+    row, record = runner.run(Candidate(token_budget=512, kind="aligned", edge_tokens=512), run="one", role="search")
+    assert record is not None
+    at_own_rate = compute_metrics(Engine(StairDevice()).run(timed, ENGINE), slo)
+    assert at_own_rate.ttft.p99 is not None
+    assert row.metric("ttft_p99_ms") == pytest.approx(at_own_rate.ttft.p99 * 1e3)
+    assert row.metric("capacity_qps") == row.score > 0.0

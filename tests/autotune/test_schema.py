@@ -21,7 +21,13 @@ def test_a_file_of_schema_1_0_is_read_and_written_in_the_schema_of_today(tmp_pat
     written = json.loads(json.dumps(loaded.to_json()))
     added = {"ttft_ms", "ttft_quantile", "e2e_ms", "e2e_quantile"}
     assert {name: value for name, value in written["slo"].items() if name not in added} == old["slo"]
-    same = old.keys() - {"schema_version", "slo"}
+    newer = {"ttft_p50_s", "ttft_p99_s", "capacity_rps", "capacity_at_most_rps"}
+    for entry, was in zip(written["alternatives"], old["alternatives"], strict=True):
+        assert {name: value for name, value in entry.items() if name not in newer} == {
+            **was,
+            **dict.fromkeys(entry.keys() - newer - was.keys()),
+        }
+    same = old.keys() - {"schema_version", "slo", "alternatives"}
     assert {name: written[name] for name in same} == {name: old[name] for name in same}
     (tmp_path / "recommendation.json").write_text(json.dumps(written))
     assert Recommendation.load(tmp_path) == loaded

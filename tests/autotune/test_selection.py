@@ -18,6 +18,7 @@ def row(
     feasible: bool | None = True,
     state: str = "complete",
     excess: float = -0.5,
+    ttft_ms: float | None = None,
 ) -> TrialRow:
     return TrialRow(
         run=f"trial-{budget}",
@@ -33,7 +34,7 @@ def row(
         elapsed_s=1.0,
         violations=(excess, 0.0, 0.0, 0.0),
         score=speed,
-        metrics={"total_tokens_per_s": speed, "tbt_p99_ms": tbt_ms, VARIANCE: bubble},
+        metrics={"total_tokens_per_s": speed, "tbt_p99_ms": tbt_ms, "ttft_p99_ms": ttft_ms, VARIANCE: bubble},
     )
 
 
@@ -110,3 +111,48 @@ def test_chunking_buys_nothing_only_when_whole_prompts_are_as_fast() -> None:
     assert chunking_buys_nothing(JUDGE, [best, whole], best, 1040) is whole
     assert chunking_buys_nothing(JUDGE, [best, slower], best, 1040) is None
     assert chunking_buys_nothing(JUDGE, [best, whole], best, 2048) is None
+
+
+INDIFFERENT = Judge(objective=OBJECTIVES["throughput"], variance_metric=VARIANCE, exact=True, indifference=0.01)
+
+
+def decide(*rows: TrialRow) -> tuple[int, str, int | None]:
+    """The budget chosen among single runs on a device that repeats itself, the rule that decided, and over which."""
+    choice = INDIFFERENT.choose([contender(one.token_budget, one) for one in rows])
+    assert choice.best is not None
+    assert choice.decision is not None
+    return choice.best.candidate.token_budget, choice.decision.rule, choice.decision.over
+
+
+def test_more_than_the_indifference_is_decided_by_the_objective() -> None:
+    assert decide(row(512, 100.0, ttft_ms=50), row(1024, 101.1, ttft_ms=500)) == (1024, "objective", 512)
+
+
+def test_within_the_indifference_p99_ttft_decides_then_p99_tbt_then_bubbles_then_size() -> None:
+    slow_start = row(1024, 100.9, ttft_ms=106.0, tbt_ms=5.0, bubble=0.0)
+    assert decide(row(512, 100.0, ttft_ms=100.0), slow_start) == (512, "ttft_p99", 1024)
+    # 4% of TTFT tells nothing, so P99 TBT decides, of which 6% does.
+    assert decide(
+        row(512, 100.0, ttft_ms=100.0, tbt_ms=10.0, bubble=0.0), row(1024, 100.0, ttft_ms=104.0, tbt_ms=9.4)
+    ) == (1024, "tbt_p99", 512)
+    assert decide(
+        row(512, 100.0, ttft_ms=100.0, tbt_ms=10.0, bubble=0.2), row(1024, 100.0, ttft_ms=104.0, tbt_ms=9.6, bubble=0.1)
+    ) == (1024, "bubble_fraction", 512)
+    assert decide(row(512, 100.0, ttft_ms=100.0, bubble=0.1), row(1024, 100.5, ttft_ms=100.0, bubble=0.1)) == (
+        512,
+        "smaller_budget",
+        1024,
+    )
+
+
+def test_a_budget_without_company_is_said_to_be_alone() -> None:
+    assert decide(row(512, 100.0), row(1024, 200.0, feasible=False)) == (512, "only_one", None)
+
+
+def test_the_decision_has_the_figures_of_both_sides() -> None:
+    choice = INDIFFERENT.choose(
+        [contender(512, row(512, 100.0, ttft_ms=50.0)), contender(768, row(768, 100, ttft_ms=60.0))]
+    )
+    made = choice.decision
+    assert made is not None
+    assert (made.metric, made.chosen, made.other, made.group) == ("ttft_p99_ms", 50.0, 60.0, (512, 768))

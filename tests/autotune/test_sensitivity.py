@@ -50,7 +50,9 @@ def test_a_modelled_device_does_not_drift_and_is_never_called_certain(tmp_path: 
 
 
 def test_on_a_real_device_without_a_model_load_and_prompts_are_not_known(tmp_path: Path, workload: Workload) -> None:
-    config = TuneConfig(max_num_seqs=8, max_model_len=4096, tbt_slo="31ms", num_trials=12, max_budget=2048)
+    config = TuneConfig(
+        max_num_seqs=8, max_model_len=4096, tbt_slo="31ms", num_trials=12, max_budget=2048, indifference="0%"
+    )
     edges = range(128, 2049, 128)
     recommendation = tune(config, executor=StairDevice(), workload=workload, edges=edges, run_dir=tmp_path / "run")
     by_change = {one.change: one for one in recommendation.sensitivity}

@@ -24,7 +24,7 @@ def run(
     num_trials: int = CONFIG.num_trials,
     seed: int = 0,
 ) -> Recommendation:
-    config = replace(CONFIG, num_trials=num_trials, seed=seed)
+    config = replace(CONFIG, num_trials=num_trials, seed=seed, indifference="0%")
     return tune(config, executor=device, workload=workload, edges=EDGES, run_dir=tmp_path / name, command="test")
 
 

@@ -189,3 +189,19 @@ def test_on_the_engine_the_whole_run_agrees(budget: int) -> None:
     record = Engine(FakeExecutor()).run(load, config, monitor=sound_stop(tight, load, config))
     assert record.stopped is not None
     assert len(record.token_s) < load.num_output_tokens / 2
+
+
+def test_a_queue_that_has_lost_its_median_stops_the_run() -> None:
+    """Two of three requests have waited 3 s where 2 s are allowed: the median is over, whatever the third does."""
+    requests = tuple(Request(arrival_s=float(second), prompt_tokens=8, output_tokens=2) for second in range(3))
+    monitor = sound_stop(
+        SLO(name="test", tbt_s=1.0), Workload(name="three", requests=requests), EngineConfig(token_budget=32)
+    )
+
+    def told(delays_s: list[float]) -> str | None:
+        return monitor(Progress(now_s=9.0, num_finished=0, num_requests=3, gaps_s=[], delays_s=delays_s))
+
+    assert told([3.0]) is None
+    reason = told([3.0])
+    assert reason is not None
+    assert "2 of 3 scheduling delays are over 2000 ms: P50 scheduling delay can no longer meet test" in reason
