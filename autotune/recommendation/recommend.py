@@ -131,8 +131,11 @@ def _verdict(
     sensitivity: Sequence[Sensitivity],
 ) -> str:
     verdict = write_verdict(choice, contenders, chosen.space, chosen.slo, chosen.judge, chosen.table)
+    stays = "" if sensitivity else "What would change it was not asked."
     moved = [one.statement for one in sensitivity if one.token_budget != _budget(choice)]
-    stays = "" if not sensitivity or moved else "Neither SLO nor traffic 20% up or down would change it."
+    if sensitivity and not moved:
+        nouns = list(dict.fromkeys(one.change.split()[0] for one in sensitivity))
+        stays = f"Neither {', '.join(nouns[:-1])} nor {nouns[-1]} 20% up or down, doubled or halved would change it."
     return " ".join(
         part for part in (verdict, f"Confidence: {confidence.level}. {confidence.statement}", *moved, stays) if part
     )

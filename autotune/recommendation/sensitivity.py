@@ -1,4 +1,4 @@
-"""What it would take to change the recommendation: the SLO, the load and the prompts 20% up and down.
+"""What it would take to change the recommendation: SLO, load, prompts and outputs 20% up and down, doubled and halved.
 
 On a modelled device the study's budgets near the recommended one are run again under each change: load and prompts on
 the first ``SAMPLE_REQUESTS`` requests, with and without the change. On a real device the trials at hand answer for the
@@ -23,7 +23,8 @@ from ..study.parallel import side_by_side
 from ..study.trial import TrialRow
 from .recommendation import Sensitivity
 
-FACTORS = (0.8, 1.2)
+#: How much each is changed, and what that is called.
+FACTORS = {0.5: "halved", 0.8: "-20%", 1.2: "+20%", 2.0: "doubled"}
 
 #: Budgets on each side of the recommended one that are run under a change, and how often the window follows the best.
 WINDOW = 2
@@ -47,16 +48,22 @@ class Change:
 
 
 def changes(problem: Problem) -> Iterator[Change]:
-    """SLO, load (where requests arrive over time at a rate that is given) and prompt lengths, each down and up."""
+    """SLO, load (where requests arrive over time at a rate of their own), prompt and output lengths, each down and
+    up."""
     slo, workload = problem.slo, problem.workload
-    for factor in FACTORS:
-        yield Change(name=f"SLO {factor - 1:+.0%}", slo=scale_slo(slo, factor), workload=workload, of_slo=True)
-    for factor in FACTORS if not workload.saturated and problem.objective.name != "capacity" else ():
-        scaled = scale_load(workload, factor)
-        yield Change(name=f"load {factor - 1:+.0%}", slo=slo, workload=scaled, of_slo=False)
-    for factor in FACTORS:
-        scaled = scale_prompts(workload, factor, problem.engine_config.max_model_len)
-        yield Change(name=f"prompts {factor - 1:+.0%}", slo=slo, workload=scaled, of_slo=False)
+    for factor, word in FACTORS.items():
+        yield Change(name=f"SLO {word}", slo=scale_slo(slo, factor), workload=workload, of_slo=True)
+    for factor, word in FACTORS.items() if problem.own_rate and not workload.saturated else ():
+        yield Change(name=f"load {word}", slo=slo, workload=scale_load(workload, factor), of_slo=False)
+    for noun, prompts, outputs in (("prompts", True, False), ("outputs", False, True)):
+        for factor, word in FACTORS.items():
+            scaled = scale_lengths(
+                workload,
+                problem.engine_config.max_model_len,
+                prompts=factor if prompts else 1.0,
+                outputs=factor if outputs else 1.0,
+            )
+            yield Change(name=f"{noun} {word}", slo=slo, workload=scaled, of_slo=False)
 
 
 def find_sensitivity(
@@ -93,15 +100,18 @@ def scale_slo(slo: SLO, factor: float) -> SLO:
     return replace(slo, tbt_s=slo.tbt_s * factor, ttft=ttft, e2e=e2e)
 
 
-def scale_prompts(workload: Workload, factor: float, max_model_len: int) -> Workload:
-    """Prompts ``factor`` times as long, at least 1 token and as far as ``max_model_len`` goes; their ids are drawn."""
+def scale_lengths(workload: Workload, max_model_len: int, *, prompts: float = 1.0, outputs: float = 1.0) -> Workload:
+    """Prompts ``prompts`` times and outputs ``outputs`` times as long, at least 1 token each and as far as
+    ``max_model_len`` goes; the prompts' ids are drawn."""
     requests = []
     for request in workload.requests:
-        prompt = max(1, round(request.prompt_tokens * factor))
-        if prompt + request.output_tokens > max_model_len >= 2:
-            prompt, _ = clip_lengths(prompt, min(request.output_tokens, max_model_len - 1), max_model_len)
-        requests.append(replace(request, prompt_tokens=prompt, prompt_token_ids=None))
-    return replace(workload, requests=tuple(requests), notes=(*workload.notes, f"prompts {factor:g} times as long"))
+        prompt = max(1, round(request.prompt_tokens * prompts))
+        output = max(1, round(request.output_tokens * outputs))
+        if prompt + output > max_model_len >= 2:
+            prompt, output = clip_lengths(prompt, min(output, max_model_len - 1), max_model_len)
+        requests.append(replace(request, prompt_tokens=prompt, output_tokens=output, prompt_token_ids=None))
+    note = f"prompts {prompts:g} times and outputs {outputs:g} times as long"
+    return replace(workload, requests=tuple(requests), notes=(*workload.notes, note))
 
 
 def meets(row: TrialRow, slo: SLO, *, saturated: bool) -> bool:
@@ -164,7 +174,8 @@ def _under(
     budgets: Sequence[int],
     model: _Model | None,
 ) -> _Answer:
-    if model is not None and not change.of_slo:
+    # Under capacity no run at hand answers for another SLO, so that is asked as the rest is.
+    if model is not None and (not change.of_slo or (problem.objective.name == "capacity" and problem.judge.exact)):
         changed = replace(change, workload=model.sample(change.workload))
         scores = _run_window(problem, changed, model.engine, budgets, recommended, {})
         return _Answer(scores=scores, source=model.source, by_model=True)

@@ -26,8 +26,7 @@ def rule(objective: Objective, slo: SLO, indifference: float = 0.0) -> str:
     return (
         f"Feasible in every repeat ({limits} within the SLO); of those, {objective.noun} {near}the noise of the best; "
         f"of those, at the traffic's own rate, a P99 TTFT that is lower by more than {TELLING_SHARE:.0%}, then a P99 "
-        "TBT that is, then the lowest pipeline bubble fraction, noise again a tie; of those, the smallest budget. Noise: "
-        "the "
+        "TBT that is, then the lowest pipeline bubble fraction, noise again a tie; of those, the smallest. Noise: the "
         f"{PAIRED_TEST}, does not show a difference."
     )
 

@@ -8,9 +8,10 @@ from made_up_device import EDGES, modelled
 from stair_device import StairDevice
 from tilebudget.autotune import Recommendation, TuneConfig, tune
 from tilebudget.autotune.recommendation import sensitivity
-from tilebudget.autotune.recommendation.sensitivity import scale_prompts, scale_slo
+from tilebudget.autotune.recommendation.sensitivity import scale_lengths, scale_slo
 from tilebudget.engine import SLO, Workload
 from tilebudget.engine.metrics import Limit
+from tilebudget.engine.workloads.workload import assign_arrivals
 
 CONFIG = TuneConfig(
     device="made_up", max_num_seqs=8, max_model_len=4096, tbt_slo="4.1ms", num_trials=14, max_budget=1024
@@ -27,7 +28,8 @@ def test_the_slo_moves_the_budget_by_as_many_tiles_as_it_holds(tmp_path: Path, w
     recommendation = recommend(tmp_path, workload)
     assert recommendation.token_budget == 192
     by_change = {one.change: one for one in recommendation.sensitivity}
-    assert list(by_change) == ["SLO -20%", "SLO +20%", "prompts -20%", "prompts +20%"]
+    factors = ("halved", "-20%", "+20%", "doubled")
+    assert list(by_change) == [f"{noun} {word}" for noun in ("SLO", "prompts", "outputs") for word in factors]
     assert by_change["SLO -20%"].token_budget == 128
     assert by_change["SLO -20%"].statement == "SLO -20%: 128 instead of 192, which breaks the SLO then."
     assert by_change["SLO +20%"].token_budget == 192
@@ -89,9 +91,28 @@ def test_limits_scale_together_and_the_queue_stays(workload: Workload) -> None:
     assert scaled.e2e is not None
     assert (scaled.tbt_s, scaled.ttft.limit_s, scaled.e2e.limit_s) == pytest.approx((0.08, 1.6, 24.0))
     assert (scaled.ttft.quantile, scaled.max_scheduling_delay_s) == (0.9, 2.0)
-    longer = scale_prompts(workload, 1.2, 1100)
+    longer = scale_lengths(workload, 1100, prompts=1.2)
     assert [r.prompt_tokens for r in longer.requests][:2] == [360, 396]
     assert max(r.total_tokens for r in longer.requests) == 1100
+    doubled = scale_lengths(workload, 4096, outputs=2.0)
+    assert [r.output_tokens for r in doubled.requests] == [2 * r.output_tokens for r in workload.requests]
+    assert [r.prompt_tokens for r in doubled.requests] == [r.prompt_tokens for r in workload.requests]
+
+
+def test_what_would_change_it_is_asked_with_the_objective_that_chose(tmp_path: Path, workload: Workload) -> None:
+    """Under capacity the load is asked too: twice the traffic of a device at three quarters is more than it serves."""
+    many = replace(workload, requests=workload.requests * 40)
+    timed = assign_arrivals(many, "poisson", qps=40.0, seed=0)
+    recommendation = recommend(tmp_path, timed)
+    assert recommendation.objective == "capacity"
+    assert recommendation.capacity_rps is not None
+    assert recommendation.own_rate_rps is not None
+    by_change = {one.change: one for one in recommendation.sensitivity}
+    assert "load doubled" in by_change
+    served = recommendation.capacity_rps / recommendation.own_rate_rps
+    for word, factor in (("halved", 0.5), ("doubled", 2.0)):
+        expected = recommendation.token_budget if served > factor else None
+        assert by_change[f"load {word}"].token_budget == expected, (word, served)
 
 
 def test_on_a_long_workload_load_and_prompts_are_tried_on_its_beginning(
