@@ -68,7 +68,8 @@ ARRIVALS = ("trace", "poisson", "fixed", "saturated")
 class TuneConfig:
     """Settings of one tuning; the command line's defaults are these.
 
-    model: preset name or a Hugging Face folder. device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``, or a
+    model: preset name, the hub id of one, or a Hugging Face folder. model_name: what the launch lines are to load,
+    where that is something else. device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``, or a
     profile's file (``.json``), or a system of the silicon tables (``h200_sxm``), whose ``kernels`` (vllm, sglang,
     trtllm; None takes the first that was measured) and ``tensor_parallel`` degree then are modelled, not run. On a
     device here ``kernels`` is torch, triton or auto, which None means: the faster of the two, operation by operation
@@ -106,6 +107,7 @@ class TuneConfig:
     """
 
     model: str = DEFAULT_MODEL
+    model_name: str | None = None
     device: str = "auto"
     kernels: str | None = None
     dtype: str = "auto"
@@ -336,7 +338,7 @@ class TuneConfig:
         """The settings that a resumed study must share; how far to search may differ."""
         settings = asdict(self)
         # How far to search, and how a server is reached, change no figure.
-        search = ("num_trials", "repeats", "num_contenders", "time_limit", "warm_start")
+        search = ("num_trials", "repeats", "num_contenders", "time_limit", "warm_start", "model_name")
         for name in (*search, "port", "start_timeout", "stall_timeout"):
             settings.pop(name)
         settings["trace"] = None if self.trace is None else self.trace.name

@@ -28,7 +28,16 @@ def _by_device(name: str, more: str = "") -> str:
 
 
 OPTIONS: dict[str, object] = {
-    "model": Annotated[str, typer.Option(help="Preset name, or a Hugging Face folder (config.json and safetensors).")],
+    "model": Annotated[
+        str,
+        typer.Option(
+            help="Preset name or its hub id (meta-llama/Llama-3.1-8B-Instruct), or a Hugging Face folder (config.json "
+            "and safetensors)."
+        ),
+    ],
+    "model_name": Annotated[
+        str | None, typer.Option(help="Name of the model in the launch lines. Default: its hub id, or --model.")
+    ],
     "device": Annotated[
         str,
         typer.Option(
@@ -207,6 +216,7 @@ SERVER = (
     "stall_timeout",
 )
 STUDY = (
+    "model_name",
     "search",
     "objective",
     "indifference",

@@ -86,6 +86,7 @@ def recommend(
         alternatives=_alternatives(problem, choice, contenders, search_rows),
         engine=EngineSettings(
             model=config.model,
+            model_name=config.model_name,
             policy=config.policy,
             max_num_seqs=config.max_num_seqs,
             max_model_len=problem.engine_config.max_model_len,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
 
+from ...engine.model.config import hub_id, preset_name
 from ...kernels.errors import TileBudgetError
 from . import exports
 from .exports import Argument
@@ -42,9 +43,10 @@ class Key:
 
 
 def model_key(model: str | Path) -> str:
-    """The model's name in a key: a folder's own name, anything else as it is."""
+    """The model's name in a key: a preset's for its name and its hub ids, a folder's own name, anything else as it
+    is."""
     path = Path(model)
-    return path.resolve().name if path.is_dir() else str(model)
+    return path.resolve().name if path.is_dir() else preset_name(str(model)) or str(model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,8 @@ class SLOInfo:
 class EngineSettings:
     """The engine settings under which the budget was found; they belong to the recommendation.
 
-    ``model`` is what was given: a name or a folder's path (the key holds the folder's name alone). ``num_kv_blocks`` is
+    ``model`` is what was given: a name or a folder's path (the key holds the folder's name alone); ``model_name`` is
+    what servers are to load instead, where that was given. ``num_kv_blocks`` is
     None where a server sized its cache itself.
     """
 
@@ -87,6 +90,13 @@ class EngineSettings:
     max_model_len: int
     block_size: int
     num_kv_blocks: int | None
+    model_name: str | None = None
+
+    @property
+    def served_name(self) -> str:
+        """What a server is told to load: the name that was given for this, else the hub id of the model, else the model
+        as it was given."""
+        return self.model_name or hub_id(self.model) or self.model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,9 +263,9 @@ class Recommendation:
         if format_name == "env":
             return exports.to_environment(self.vllm_args())
         if format_name == "vllm-yaml":
-            return exports.to_vllm_yaml(self.engine.model, self.vllm_args())
+            return exports.to_vllm_yaml(self.engine.served_name, self.vllm_args())
         if format_name == "kubernetes":
-            words = [self.engine.model, *exports.to_words(self.vllm_args())]
+            words = [self.engine.served_name, *exports.to_words(self.vllm_args())]
             return exports.to_kubernetes_patch(["vllm", "serve"], words, container=container)
         if format_name == "json":
             return json.dumps(self.to_json(), indent=2)
@@ -264,7 +274,7 @@ class Recommendation:
     def launch_commands(self) -> dict[str, str]:
         """The whole launch line of each server that has the policy; empty when there is no budget."""
         return {
-            server: exports.launch_line(server, self.engine.model, self._arguments(exports.SERVER_ARGS[server]))
+            server: exports.launch_line(server, self.engine.served_name, self._arguments(exports.SERVER_ARGS[server]))
             for server in self._servers()
         }
 

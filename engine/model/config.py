@@ -115,10 +115,15 @@ class ModelConfig:
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
-        """The built-in architecture ``name``; raises ValueError listing the names that exist."""
-        if name not in PRESETS:
-            raise ValueError(f"model={name!r}: must be a folder with a config.json, or one of {', '.join(PRESETS)}")
-        return PRESETS[name]
+        """The built-in architecture ``name``, or the one that the checkpoint of this hub id has; raises ValueError
+        listing the names that exist."""
+        found = preset_name(name)
+        if found is None:
+            raise ValueError(
+                f"model={name!r}: must be a folder with a config.json, or one of {', '.join(PRESETS)}, or the hub id "
+                f"of one, such as {HUB_IDS['llama-3.1-8b'][0]}"
+            )
+        return PRESETS[found]
 
 
 _LLAMA_3_1_ROPE = RopeConfig(
@@ -262,3 +267,53 @@ PRESETS: dict[str, ModelConfig] = {
         ),
     )
 }
+
+#: The checkpoints on the hub that have a preset's shapes, the one that is served where none was named first. tiny-llama
+#: has none. mistral-7b is v0.3 alone: v0.1 has a sliding window, and v0.2 another vocabulary.
+HUB_IDS: dict[str, tuple[str, ...]] = {
+    "llama-2-7b": ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
+    "llama-2-70b": ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-70b-hf"),
+    "llama-3.1-8b": (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-3.1-8B",
+        "meta-llama/Meta-Llama-3.1-8B-Instruct",
+        "meta-llama/Meta-Llama-3.1-8B",
+    ),
+    "llama-3.1-70b": (
+        "meta-llama/Llama-3.1-70B-Instruct",
+        "meta-llama/Llama-3.1-70B",
+        "meta-llama/Meta-Llama-3.1-70B-Instruct",
+        "meta-llama/Meta-Llama-3.1-70B",
+        "meta-llama/Llama-3.3-70B-Instruct",
+    ),
+    "mistral-7b": ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+    "yi-34b": ("01-ai/Yi-34B-200K",),
+    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+    "qwen3-8b": ("Qwen/Qwen3-8B",),
+    "falcon-180b": ("tiiuae/falcon-180B-chat", "tiiuae/falcon-180B"),
+}
+
+_BY_HUB_ID = {hub_id.lower(): (preset, hub_id) for preset, hub_ids in HUB_IDS.items() for hub_id in hub_ids}
+
+
+def preset_name(model: str) -> str | None:
+    """The preset that ``model`` names: its own name or a hub id, in any case; None for anything else.
+
+    >>> preset_name("meta-llama/llama-3.1-8b-instruct")
+    'llama-3.1-8b'
+    """
+    name = model.lower()
+    if name in PRESETS:
+        return name
+    return _BY_HUB_ID[name][0] if name in _BY_HUB_ID else None
+
+
+def hub_id(model: str) -> str | None:
+    """What a server loads for ``model``: the hub id that it is, as the hub spells it, or the first one of the preset
+    that it names; None where it is neither, or the preset has none.
+
+    >>> hub_id("llama-3.1-8b"), hub_id("META-LLAMA/Llama-3.1-8B"), hub_id("tiny-llama")
+    ('meta-llama/Llama-3.1-8B-Instruct', 'meta-llama/Llama-3.1-8B', None)
+    """
+    name = model.lower()
+    return _BY_HUB_ID[name][1] if name in _BY_HUB_ID else next(iter(HUB_IDS.get(name, ())), None)

@@ -39,7 +39,7 @@ def from_hf(folder: str | Path) -> ModelConfig:
 
 
 def resolve_model(model: str | Path) -> tuple[ModelConfig, Path | None]:
-    """The config for ``model``, a preset's name or a folder; and the folder, None for a preset."""
+    """The config for ``model``, a preset's name or hub id, or a folder; and the folder, None for a preset."""
     if isinstance(model, str) and model in PRESETS:
         return PRESETS[model], None
     if Path(model).is_dir():

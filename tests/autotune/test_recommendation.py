@@ -235,7 +235,10 @@ def test_trtllm_rounds_to_the_block_but_never_below_the_batch() -> None:
 
 def test_sarathi_and_launch_lines() -> None:
     assert "--sarathi_scheduler_config_chunk_size 512" in make().export("sarathi")
-    assert make().launch_commands()["vllm"].startswith("vllm serve llama-3.1-8b --max-num-batched-tokens 512")
+    hub_id = "meta-llama/Llama-3.1-8B-Instruct"
+    assert make().launch_commands()["vllm"].startswith(f"vllm serve {hub_id} --max-num-batched-tokens 512")
+    own = replace(make(), engine=replace(make().engine, model_name="my/llama"))
+    assert own.launch_commands()["sglang"].startswith("python -m sglang.launch_server --model-path my/llama ")
     assert make(budget=None).launch_commands() == make(budget=None).server_flags() == {}
     assert make().to_json()["flags"] == {name: make().export(name) for name in ("vllm", "sglang", "trtllm", "sarathi")}
     with pytest.raises(ValueError, match="token_budget=None"):

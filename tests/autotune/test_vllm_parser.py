@@ -87,4 +87,4 @@ def test_vllm_reads_the_recommended_settings(found: dict[str, dict[str, object]]
     wanted = Recommendation.load(EXAMPLE).vllm_args()
     assert {name: found[form][name] for name in wanted} == wanted
     if form not in ("env", "apply_to"):
-        assert found[form]["model"] == "llama-3.1-8b"
+        assert found[form]["model"] == "meta-llama/Llama-3.1-8B-Instruct"

@@ -173,3 +173,22 @@ def test_resolve_model_takes_a_preset_or_a_folder(tmp_path: Path) -> None:
     assert (config.hidden_size, folder) == (64, tmp_path)
     with pytest.raises(ValueError, match=r"must be a folder with a config\.json, or one of"):
         resolve_model("no/such/folder")
+
+
+@pytest.mark.parametrize(
+    ("typed", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("META-LLAMA/LLAMA-3.1-8B", "llama-3.1-8b"),
+        ("qwen/qwen3-8b", "qwen3-8b"),
+        ("Llama-2-70B", "llama-2-70b"),
+    ],
+)
+def test_a_hub_id_finds_its_preset_in_any_case(typed: str, preset: str) -> None:
+    assert resolve_model(typed) == (ModelConfig.preset(preset), None)
+
+
+def test_a_hub_id_of_no_preset_is_refused() -> None:
+    """v0.1 has a sliding window, which the preset has not."""
+    with pytest.raises(ValueError, match=r"model='mistralai/Mistral-7B-v0.1': must be a folder"):
+        resolve_model("mistralai/Mistral-7B-v0.1")
