@@ -1,12 +1,14 @@
 """How much throughput the search gives away against trying every budget, and how much the usual lists do.
 
     python -P benchmarks/regret.py [--json] [--num-requests N] [--processes N] [--only TEXT]
+    python -P benchmarks/regret.py --traffic open --seed N [--num-scenarios N] [--json] [...]
 
 24 scenarios: three modelled devices x two models x two traffics x two SLOs. For each, every candidate of the study's
 space (on an edge, one past it, between two) and every multiple of 32 up to 16384 is run: the best of those that hold
 the SLO is the exhaustive answer. Against it stand our study, Optuna's random sampler with as many trials (the median
 over some seeds), vLLM auto_tune's list, Vidur's list, and vLLM's default. A list is given the best of its budgets that
 hold the SLO; where none does, it broke the SLO. All runs are saturated: every request is there at time 0.
+`--traffic open` compares capacities instead, over scenarios drawn by seed: see `regret_open.py`.
 
 The exhaustive runs serve both SLOs of a case: they are stopped early under the wider one alone, and held to the other
 by their P99 TBT. Our study runs its own trials under its own SLO.
@@ -21,36 +23,33 @@ import json
 import multiprocessing
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar
 
 import optuna
 from tilebudget.autotune.config import TuneConfig
 from tilebudget.autotune.devices import make_executor
 from tilebudget.autotune.environment import source_commit
 from tilebudget.autotune.problem import Problem, load_workload, read_device, state_problem
-from tilebudget.autotune.study.contenders import repeat_contenders
 from tilebudget.autotune.study.space import Candidate
-from tilebudget.autotune.study.stored_study import STUDY_NAME, StoredStudy
-from tilebudget.autotune.study.study import BudgetStudy
 from tilebudget.autotune.study.trial import TrialRow, TrialRunner
 from tilebudget.engine import RunRecord
+
+sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves the script's own folder out
+from regret_open import print_open, run_open, summarise_open
+from regret_scenarios import OpenScenario, draw_scenarios
+from regret_ways import RANDOM_SEEDS, VIDUR, VLLM_AUTO_TUNE, WAYS, random_budgets, run_study
 
 MAX_BUDGET = 16384
 GRID = 32
 
 #: Trials of our study. Its contenders may add the budget across the winner's edge and the unchunked one.
 NUM_TRIALS = 18
-RANDOM_SEEDS = (0, 1, 2, 3, 4)
-
-#: vLLM's benchmarks/auto_tune.sh, and Vidur's configuration explorer.
-VLLM_AUTO_TUNE = (512, 1024, 2048, 4096)
-VIDUR = (256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +202,7 @@ def run_scenario(scenario: Scenario, num_requests: int, exhaustive: MemoRunner) 
         chosen = max(usable, key=lambda budget: (bool(row_of(budget).feasible), row_of(budget).score))
         return judge(chosen, len(usable))
 
-    budget, num_trials = run_study(problem)
+    budget, num_trials = run_study(problem, MemoRunner.of(problem))
     random = [best_of(random_budgets(problem, num_trials, seed)) for seed in RANDOM_SEEDS]
     answers = {
         "ours": judge(budget, num_trials),
@@ -233,39 +232,10 @@ def held_to(row: TrialRow, tbt_s: float) -> TrialRow:
     return replace(row, feasible=row.state == "complete" and excess <= 0.0, violations=(excess, *row.violations[1:]))
 
 
-def run_study(problem: Problem) -> tuple[int | None, int]:
-    """The budget that our study recommends, and how many budgets it ran."""
-    runner = MemoRunner.of(problem)
-    with tempfile.TemporaryDirectory() as folder:
-        stored = StoredStudy(str(Path(folder) / "study.journal"), STUDY_NAME, problem.config.identity())
-        study = BudgetStudy(
-            problem.space,
-            runner,
-            stored.queue(problem.variance_metric),
-            variance_metric=problem.variance_metric,
-            seed=problem.config.seed,
-            max_concurrent=problem.config.max_concurrent,
-        )
-        rows = study.search(problem.config.num_trials, lambda row, done, planned: None)
-    contenders, _ = repeat_contenders(problem, runner, rows, lambda phase, done, planned, row: None)
-    best = problem.judge.choose(contenders).best
-    return None if best is None else best.candidate.token_budget, len(runner.rows)
-
-
-def random_budgets(problem: Problem, num_trials: int, seed: int) -> list[int]:
-    """The budgets that Optuna's random sampler draws, log-uniformly."""
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
-    trials = [study.ask() for _ in range(num_trials)]
-    return [trial.suggest_int("token_budget", problem.space.min_budget, MAX_BUDGET, log=True) for trial in trials]
-
-
 def median_of(answers: Sequence[Answer]) -> Answer:
     """The answer in the middle by throughput lost; one that broke the SLO is worse than any that held it."""
     ordered = sorted(answers, key=lambda one: float("inf") if one.loss_pct is None else one.loss_pct)
     return ordered[len(ordered) // 2]
-
-
-WAYS = ("ours", "random", "vllm_auto_tune", "vidur", "vllm_default")
 
 
 def summarise(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
@@ -313,29 +283,20 @@ def print_table(summary: Mapping[str, object], out: Callable[[str], None] = prin
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-requests", type=int, default=256)
+    parser.add_argument("--traffic", choices=("saturated", "open"), default="saturated")
+    parser.add_argument("--seed", type=int, help="of the scenarios of open traffic")
+    parser.add_argument("--num-scenarios", type=int, default=24, help="of open traffic")
+    parser.add_argument("--num-requests", type=int, help="256; of open traffic 500 to 1000, drawn")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="scenarios whose name has this text")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    chosen = [scenario for scenario in SCENARIOS if arguments.only in scenario.name]
-    if not chosen:
-        parser.error(
-            f"--only={arguments.only!r}: no scenario has this text; they are {[one.name for one in SCENARIOS]}"
-        )
+    if (arguments.traffic == "open") != (arguments.seed is not None):
+        parser.error("--traffic=open and --seed go together")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     began = perf_counter()
-    context = multiprocessing.get_context("fork")
-    cases: dict[str, list[Scenario]] = {}
-    for scenario in chosen:
-        cases.setdefault(scenario.name.removesuffix(scenario.slo), []).append(scenario)
-    rows: list[dict[str, object]] = []
-    with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for pair in pool.map(run_case, cases.values(), [arguments.num_requests] * len(cases)):
-            rows += pair
-            print(f"{len(rows)}/{len(chosen)} {pair[0]['scenario']} and so on", file=sys.stderr)
-    summary = summarise(rows) | {
-        "num_requests": arguments.num_requests,
+    run, show = (run_all_open, print_open) if arguments.traffic == "open" else (run_all_saturated, print_table)
+    summary = run(arguments) | {
         "elapsed_s": perf_counter() - began,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": source_commit(),
@@ -343,7 +304,44 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(summary, indent=1))
     else:
-        print_table(summary)
+        show(summary)
+
+
+def run_all_saturated(arguments: argparse.Namespace) -> dict[str, object]:
+    """The figures of the saturated scenarios."""
+    num_requests = arguments.num_requests or 256
+    chosen = only(SCENARIOS, arguments.only)
+    cases: dict[str, list[Scenario]] = {}
+    for scenario in chosen:
+        cases.setdefault(scenario.name.removesuffix(scenario.slo), []).append(scenario)
+    rows: list[dict[str, object]] = []
+    with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("fork")) as pool:
+        for pair in pool.map(run_case, cases.values(), [num_requests] * len(cases)):
+            rows += pair
+            print(f"{len(rows)}/{len(chosen)} {pair[0]['scenario']} and so on", file=sys.stderr)
+    return summarise(rows) | {"num_requests": num_requests}
+
+
+def run_all_open(arguments: argparse.Namespace) -> dict[str, object]:
+    """The figures of the scenarios of open traffic."""
+    chosen = only(draw_scenarios(arguments.seed, arguments.num_scenarios, arguments.num_requests), arguments.only)
+    rows: list[dict[str, object]] = []
+    with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("fork")) as pool:
+        for row in pool.map(run_open, chosen):
+            rows.append(row)
+            print(f"{len(rows)}/{len(chosen)} {row['name']}: {row['elapsed_s']:.0f} s", file=sys.stderr)
+    return summarise_open(rows) | {"traffic": "open", "seed": arguments.seed}
+
+
+Named = TypeVar("Named", Scenario, OpenScenario)
+
+
+def only(scenarios: Sequence[Named], text: str) -> list[Named]:
+    """Those whose name has ``text``; the program ends where none has."""
+    chosen = [scenario for scenario in scenarios if text in scenario.name]
+    if not chosen:
+        raise SystemExit(f"--only={text!r}: no scenario has this text; they are {[one.name for one in scenarios]}")
+    return chosen
 
 
 if __name__ == "__main__":
