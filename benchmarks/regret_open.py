@@ -159,7 +159,7 @@ def run_open(scenario: OpenScenario) -> dict[str, object]:
 
     budget, num_trials = run_study(state(scenario, rate(given))[0])
     picked: dict[str, list[tuple[int | None, int]]] = {"ours": [(budget, num_trials)]}
-    lists = {
+    lists: dict[str, list[Sequence[int]]] = {
         "random": [random_budgets(problem, num_trials, seed) for seed in RANDOM_SEEDS],
         "vllm_auto_tune": [VLLM_AUTO_TUNE],
         "vidur": [VIDUR],
