@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pandas as pd
 
+from .budgets.by_load import draw_by_load, load_tables
+from .budgets.capacity import draw_capacities
 from .budgets.figures import draw_budgets, draw_pipeline, draw_tails
 from .budgets.history import draw_history
 from .budgets.importance import draw_importance
 from .budgets.predictions import draw_predictions
-from .budgets.trials import summarise_budgets
-from .card import launches, lead, tiles
+from .budgets.trials import only_bounded, summarise_budgets
+from .card import launches, lead, reason, tiles
 from .costs.batching import draw_chunking, draw_free_prefill, draw_roofline, draw_throughput
 from .costs.tables import cost_tables
 from .costs.token_cost import draw_token_cost
@@ -26,8 +28,8 @@ from .pipelines.timeline import draw_pipeline_timeline
 from .policies.lanes import build_lanes, policy_rows
 from .policies.tails import draw_policy_tails
 from .policies.timeline import draw_timeline
-from .tables import provenance, trial_columns, trial_rows
-from .text import KIND_NAMES, budget_label, count, listing
+from .tables import compared_budgets, provenance, trial_columns, trial_rows
+from .text import KIND_NAMES, budget_label, count, listing, rate
 
 REPORT_NAME = "report.html"
 STATUS_WORDS = {"feasible": "meets the SLO", "infeasible": "no budget meets the SLO", "no_data": "no data for the SLO"}
@@ -51,7 +53,8 @@ def render_report(folder: RunFolder) -> str:
     budgets = summarise_budgets(folder.search, folder.answer)
     lanes = build_lanes(folder)
     drawings = [
-        draw_budgets(folder, budgets),
+        draw_capacities(folder, budgets) if folder.has_capacity else draw_budgets(folder, budgets),
+        *([wins] if (wins := draw_by_load(folder.answer)) else []),
         draw_tails(folder, budgets),
         draw_throughput(folder),
         draw_roofline(folder),
@@ -80,11 +83,17 @@ def render_report(folder: RunFolder) -> str:
             "status_words": STATUS_WORDS[answer.status],
             "confidence": judge_confidence(answer),
             "tiles": tiles(answer),
+            "reason": reason(answer),
             "kind": _kind(budgets),
+            "compared": compared_budgets(answer, _kind(budgets)),
             "kind_names": KIND_NAMES,
             "launches": launches(answer),
             "created": moment(answer.created_at),
-            "tables": {"staircase": cost_tables(folder), "disaggregation": disaggregation_tables(folder)},
+            "tables": {
+                "by_load": load_tables(answer),
+                "staircase": cost_tables(folder),
+                "disaggregation": disaggregation_tables(folder),
+            },
             "policies": policy_rows(folder, lanes),
             "columns": trial_columns(folder),
             "rows": trial_rows(folder),
@@ -103,8 +112,10 @@ def _kind(budgets: pd.DataFrame) -> str:
 
 
 def _problems(folder: RunFolder) -> list[tuple[str, str, str]]:
-    """Failed runs first, then stopped ones: what happened, why, and the runs (budgets) that share this reason."""
-    rows = folder.trials[folder.trials["state"].isin(["failed", "pruned"])].sort_values("state", kind="stable")
+    """Failed runs first, then stopped ones: what happened, why, and the runs (budgets) that share this reason. Those
+    that ended with a bound on their capacity are one line."""
+    ended = folder.trials["state"].isin(["failed", "pruned"]) & ~only_bounded(folder.trials)
+    rows = folder.trials[ended].sort_values("state", kind="stable")
     words = {"failed": "failed", "pruned": "stopped early"}
     groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for _, row in rows.iterrows():
@@ -119,7 +130,16 @@ def _problems(folder: RunFolder) -> list[tuple[str, str, str]]:
             listing([run for _, run in found], 30),
         )
         for (what, _), found in groups.items()
-    ]
+    ] + _bounds(folder.trials[only_bounded(folder.trials)]["capacity_at_most_qps"])
+
+
+def _bounds(at_most: pd.Series) -> list[tuple[str, str, str]]:
+    if at_most.empty:
+        return []
+    low, high = rate(at_most.min()), rate(at_most.max())
+    most = high if low == high else f"{low} to {high}"
+    why = f"{count(len(at_most), 'run')} asked one question, answered with no: no more than {most} requests/s."
+    return [("bounded", why, "Each with its reason is in the table of every run.")]
 
 
 def _traffic(folder: RunFolder) -> str:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .budgets.trials import summarise_budgets
-from .compare_figures import Study, draw_answers, draw_latencies, draw_tails_at_answers, draw_throughputs
+from .compare_figures import (
+    Study,
+    draw_answers,
+    draw_first_tokens,
+    draw_latencies,
+    draw_tails_at_answers,
+    draw_throughputs,
+)
 from .data.run_folder import RunFolder, read_run_folder
 from .findings import judge_confidence
 from .page import moment, render_page, write_atomically
@@ -37,6 +44,8 @@ COLUMNS = (
     Column(title="SLO", unit="P99 TBT"),
     Column(title="SLO", unit="met or missed", numeric=False),
     Column(title="P99 TBT"),
+    Column(title="P99 TTFT"),
+    Column(title="Capacity", unit="requests/s"),
     Column(title="Throughput", unit="total tok/s"),
     Column(title="Output", unit="tok/s"),
     Column(title="Bubbles", unit="by stages"),
@@ -64,6 +73,7 @@ def build_comparison(run_folders: Sequence[Path], output: Path) -> Path:
         draw_answers(studies),
         draw_throughputs(studies),
         draw_latencies(studies),
+        draw_first_tokens(studies),
         draw_tails_at_answers(studies),
     ]
     page = render_page(
@@ -123,10 +133,6 @@ def _row(study: Study) -> Row:
     chosen = study.chosen
     kind = "" if chosen is None else str(chosen["kind"])
 
-    def expected(metric: str) -> float | None:
-        estimate = answer.expected.get(metric)
-        return estimate.value if estimate else None
-
     budget = answer.marked_label if answer.token_budget is None else budget_label(answer.token_budget)
     return Row(
         label=study.label,
@@ -136,10 +142,12 @@ def _row(study: Study) -> Row:
             str(answer.key.get("model", "–")),
             milliseconds(answer.slo.tbt_p99_ms),
             STATUS_WORDS[answer.status],
-            milliseconds(expected("tbt_p99_ms")),
-            rate(expected("total_tokens_per_s")),
-            rate(expected("output_tokens_per_s")),
-            f"{percent(expected(answer.bubble_metric), 1)} of {answer.bubble_stages}",
+            milliseconds(answer.value("tbt_p99_ms")),
+            milliseconds(answer.value("ttft_p99_ms")),
+            rate(answer.value("capacity_qps")),
+            rate(answer.value("total_tokens_per_s")),
+            rate(answer.value("output_tokens_per_s")),
+            f"{percent(answer.value(answer.bubble_metric), 1)} of {answer.bubble_stages}",
             judge_confidence(answer).level,
             _traffic(study.folder),
             moment(answer.created_at),

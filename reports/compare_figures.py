@@ -12,11 +12,11 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .budgets.axes import latency_axis
-from .budgets.trials import at_recommended
+from .budgets.trials import at_recommended, lowest
 from .data.run_folder import RunFolder
 from .policies.tails import exceedance
 from .style import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, VERMILLION, Drawing, finish, log_ticks
-from .text import budget_label, listing, milliseconds, percent, rate, significant
+from .text import budget_label, change, listing, milliseconds, percent, rate, significant
 
 _COLORS = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY)
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
@@ -45,8 +45,8 @@ class Study:
 
     def value(self, metric: str) -> float:
         """An expected figure of the recommendation, NaN where there is none."""
-        estimate = self.folder.answer.expected.get(metric)
-        return estimate.value if estimate else float("nan")
+        value = self.folder.answer.value(metric)
+        return float("nan") if value is None else value
 
 
 def _style(place: int) -> tuple[str, str, str]:
@@ -123,7 +123,8 @@ def draw_throughputs(studies: Sequence[Study]) -> Drawing:
     parts = []
     for study in drawn:
         values = study.budgets["total_tokens_per_s"]
-        parts.append(f"{percent(float(values.max() / values.min()) - 1)} in {study.label}")
+        spread = float(values.max() / values.min()) - 1
+        parts.append(f"{percent(spread) if change(spread) else 'nothing'} in {study.label}")
     finding = f"Over the budgets that ran to the end, throughput varies by {listing(parts)}."
     note = "Large markers: the recommended budgets. Whole prompts (no budget) are left out."
     return Drawing(name=name, title=title, finding=finding, note=note, figure=figure)
@@ -148,6 +149,25 @@ def draw_latencies(studies: Sequence[Study]) -> Drawing:
     finding = f"The largest budgets that met the SLO in every run: {listing(parts)}."
     note = "Budgets that were stopped early, because their SLO was lost, are not drawn."
     return Drawing(name=name, title=title, finding=finding, note=note, figure=figure)
+
+
+def draw_first_tokens(studies: Sequence[Study]) -> Drawing:
+    """Budget against P99 TTFT, a line a study, the recommended budget large."""
+    name, title = "first_tokens", "P99 TTFT by budget"
+    figure, drawn = _lines(studies, lambda study: study.budgets["ttft_p99_ms"], "ms", ",.4~g")
+    if not drawn:
+        return Drawing(name=name, title=title, finding="No study has a P99 time to first token, so nothing is drawn.")
+    values = pd.concat([study.budgets["ttft_p99_ms"] for study in drawn]).dropna()
+    axis = latency_axis(values, None)
+    figure.update_yaxes(title_text="P99 TTFT, ms" + (" (log)" if "type" in axis else ""), **axis)
+    parts = []
+    for study in drawn:
+        best = lowest(study.budgets, "ttft_p99_ms")
+        parts.append(f"{best['label']} for {study.label} ({milliseconds(best['ttft_p99_ms'])})")
+    finding = f"The budgets with the lowest P99 time to first token: {listing(parts)}."
+    return Drawing(
+        name=name, title=title, finding=finding, note="Large markers: the recommended budgets.", figure=figure
+    )
 
 
 def draw_tails_at_answers(studies: Sequence[Study]) -> Drawing:

@@ -11,7 +11,7 @@ from .data.json_object import JsonObject
 from .data.run_folder import RunFolder
 from .style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, Drawing, finish
 from .tables import Column
-from .text import count, milliseconds, percent, rate
+from .text import change, count, milliseconds, percent, rate
 
 NAME = "disaggregation"
 TITLE = "Chunked prefill against prefill and decode apart"
@@ -125,7 +125,7 @@ def _sentence(limit: Limit, tie: float) -> str:
     more, less = (ours, theirs) if ours.capacity_qps >= theirs.capacity_qps else (theirs, ours)
     gain = more.capacity_qps / less.capacity_qps - 1
     figures = f"({rate(more.capacity_qps)} against {rate(less.capacity_qps)} requests/s)"
-    if gain <= tie:
+    if gain <= tie or not change(gain):
         return f"{under} {ours.name} and {theirs.name} tie {figures}"
     return f"{under} {more.name} serves {percent(gain)} more than {less.name} {figures}"
 

@@ -9,7 +9,7 @@ import pandas as pd
 from .budgets.trials import at_recommended, edge_penalty, highest, lowest, noise_fraction
 from .data.answer import Answer, Estimate
 from .data.run_folder import RunFolder
-from .text import count, listing, milliseconds, percent, rate, significant
+from .text import beside_slo, change, count, listing, milliseconds, percent, rate, significant
 
 #: A largest gap this many times the P99 is called a stall that the P99 hides.
 STALL_RATIO = 3.0
@@ -42,10 +42,8 @@ def judge_confidence(answer: Answer) -> Confidence:
     if tbt and limit_ms:
         worst_ms = tbt.high if tbt.high is not None else tbt.value
         inside = worst_ms <= limit_ms
-        side = "inside" if inside else "over"
-        reasons.append(
-            f"The highest P99 TBT, {milliseconds(worst_ms)}, is {percent(abs(1 - worst_ms / limit_ms))} {side} the SLO."
-        )
+        side = beside_slo(worst_ms, limit_ms, inside="inside")
+        reasons.append(f"The highest P99 TBT, {milliseconds(worst_ms)}, is {side}.")
     ties = [item.label for item in answer.alternatives if item.tie]
     if ties:
         reasons.append(f"The difference to {listing(ties)} is inside the spread: a tie.")
@@ -65,7 +63,7 @@ def _repeat_reason(measured: Estimate, throughput: Estimate | None, *, identical
         return "Measured once, so there is no spread to judge a difference by."
     if identical:
         return f"{measured.repeats} identical repeats, as on a modelled clock: they say nothing about noise."
-    spread = f", throughput within ±{percent(throughput.half_spread)}" if throughput else ""
+    spread = f", throughput within ±{percent(max(throughput.half_spread, 0.001))}" if throughput else ""
     return f"Measured {measured.repeats} times{spread}."
 
 
@@ -94,11 +92,11 @@ def _slo_sentence(answer: Answer, budgets: pd.DataFrame, num_stopped: int) -> st
     row = chosen.iloc[0]
     if not limit_ms:
         return f"Budget {row['label']} gives a P99 TBT of {milliseconds(row['tbt_p99_ms'])}; no SLO was set."
-    gap = percent(abs(1 - row["tbt_p99_ms"] / limit_ms))
+    side = beside_slo(row["tbt_p99_ms"], limit_ms)
     if answer.status == "infeasible":
         return (
             f"No budget meets the SLO of {milliseconds(limit_ms)}: the closest, {row['label']}, has a P99 TBT of "
-            f"{milliseconds(row['tbt_p99_ms'])}, {gap} {'over' if row['tbt_p99_ms'] > limit_ms else 'under'} it."
+            f"{milliseconds(row['tbt_p99_ms'])}, {side.replace('the SLO', 'it')}."
         )
     missed = budgets[budgets["feasible"].isin([False])]
     if missed.empty:
@@ -110,7 +108,7 @@ def _slo_sentence(answer: Answer, budgets: pd.DataFrame, num_stopped: int) -> st
             f"({milliseconds(first['tbt_p99_ms'])})"
         )
     return (
-        f"Budget {row['label']} holds P99 TBT at {milliseconds(row['tbt_p99_ms'])}, {gap} under the SLO of "
+        f"Budget {row['label']} holds P99 TBT at {milliseconds(row['tbt_p99_ms'])}, {side} of "
         f"{milliseconds(limit_ms)}; {boundary}"
         + (f", and {num_stopped} more were stopped early." if num_stopped else ".")
     )
@@ -120,13 +118,16 @@ def _edge_sentence(budgets: pd.DataFrame) -> str:
     penalty = edge_penalty(budgets, "total_tokens_per_s")
     if penalty is None:
         return ""
-    change, pairs = penalty
-    amount = f"{'−' if change < 0 else '+'}{percent(abs(change))}"
-    sentence = f"One token past an edge changes throughput by {amount} (median of {count(pairs, 'pair')})"
+    slowdown, pairs = penalty
+    over = f"(median of {count(pairs, 'pair')})"
+    amount = change(slowdown)
+    if not amount:
+        return f"One token past an edge leaves throughput as it is {over}."
+    sentence = f"One token past an edge changes throughput by {amount} {over}"
     noise = noise_fraction(budgets, "total_tokens_per_s")
     if noise is None:
         return f"{sentence}, but nothing was repeated, so no gain is claimed."
-    if abs(change) <= noise:
+    if abs(slowdown) <= noise:
         return f"{sentence}, inside the ±{percent(noise)} spread of the repeats: a tie."
     return f"{sentence}, outside the ±{percent(noise)} spread of the repeats."
 

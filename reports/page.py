@@ -17,7 +17,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from .style import Drawing
-from .text import budget_label, milliseconds, percent, rate
+from .text import budget_label, milliseconds, percent, rate, seconds
 
 
 def render_page(template: str, drawings: Sequence[Drawing], context: Mapping[str, object]) -> str:
@@ -103,7 +103,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         loader=FunctionLoader(_template_text),
     )
-    environment.filters |= {"ms": milliseconds, "rate": rate, "percent": percent, "budget": budget_label}
+    environment.filters |= {
+        "ms": milliseconds,
+        "seconds": seconds,
+        "rate": rate,
+        "percent": percent,
+        "budget": budget_label,
+    }
     return environment
 
 

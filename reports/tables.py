@@ -9,10 +9,13 @@ from math import isfinite
 import pandas as pd
 
 from .budgets.history import outcome
-from .budgets.trials import at_recommended
+from .budgets.trials import at_recommended, only_bounded
+from .data.answer import Alternative, Answer
 from .data.json_object import JsonObject
 from .data.run_folder import RunFolder
 from .text import KIND_NAMES, POLICY_NAMES, budget_label, percent, rate, significant
+
+MAX_ALTERNATIVES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,7 @@ class TrialRow:
 PREDICTED_TBT = Column(title="Predicted P99", unit="ms")
 PREDICTED_THROUGHPUT = Column(title="Predicted", unit="total tok/s")
 MAX_SEQS = Column(title="Max seqs")
+CAPACITY = Column(title="Capacity", unit="requests/s")
 #: Its title is completed by the stages that the study went by.
 BUBBLES = Column(title="Bubbles", unit="%")
 _TRIAL_COLUMNS = (
@@ -53,12 +57,14 @@ _TRIAL_COLUMNS = (
     Column(title="Kind", numeric=False),
     Column(title="Policy", numeric=False),
     Column(title="Outcome", numeric=False),
+    CAPACITY,
     Column(title="P50 TBT", unit="ms"),
     Column(title="P99 TBT", unit="ms"),
     PREDICTED_TBT,
     Column(title="P99.9 TBT", unit="ms"),
     Column(title="Max TBT", unit="ms"),
     Column(title="P50 TTFT", unit="ms"),
+    Column(title="P99 TTFT", unit="ms"),
     Column(title="Throughput", unit="total tok/s"),
     PREDICTED_THROUGHPUT,
     Column(title="Output", unit="tok/s"),
@@ -70,10 +76,11 @@ _TRIAL_COLUMNS = (
 
 
 def trial_columns(folder: RunFolder) -> tuple[Column, ...]:
-    """The headings of the trial table; the predicted ones only where a run has a prediction, and the most sequences
-    only where they were searched."""
+    """The headings of the trial table; the predicted ones only where a run has a prediction, the most sequences
+    only where they were searched, the capacity only where it was maximised."""
     hidden = [] if folder.has_predictions else [PREDICTED_TBT, PREDICTED_THROUGHPUT]
     hidden += [] if folder.searched_seqs else [MAX_SEQS]
+    hidden += [] if folder.has_capacity else [CAPACITY]
     own = replace(BUBBLES, title=f"Bubbles, {folder.answer.bubble_stages} stages")
     return tuple(own if column is BUBBLES else column for column in _TRIAL_COLUMNS if column not in hidden)
 
@@ -82,18 +89,21 @@ def trial_rows(folder: RunFolder) -> list[TrialRow]:
     """Every engine run of the study in order of its start, policy runs included."""
     runs = folder.trials.sort_values("started_at", kind="stable")
     alike = set(at_recommended(runs[runs["role"] != "policy"], folder.answer).index)
+    bounded = set(runs[only_bounded(runs)].index)
     return [
-        _trial_row(folder, place, row, alike=index in alike)
+        _trial_row(folder, place, row, alike=index in alike, bounded=index in bounded)
         for place, (index, row) in enumerate(runs.iterrows(), start=1)
     ]
 
 
-def _trial_row(folder: RunFolder, place: int, row: pd.Series, *, alike: bool) -> TrialRow:
-    """``alike``: it ran with the recommended settings, but for the budget."""
+def _trial_row(folder: RunFolder, place: int, row: pd.Series, *, alike: bool, bounded: bool) -> TrialRow:
+    """``alike``: it ran with the recommended settings, but for the budget. ``bounded``: it has only an upper bound."""
     predicted, bubbles = folder.has_predictions, row[folder.answer.bubble_metric]
     ended = outcome(str(row["state"]), row["feasible"])
+    if bounded:
+        ended = f"no more than {rate(row['capacity_at_most_qps'])} requests/s"
     budget = float(row["token_budget"])
-    tone = {"failed": "failed", "stopped early": "stopped"}.get(ended, "")
+    tone = {"failed": "failed", "pruned": "stopped"}.get(str(row["state"]), "")
     if not tone and budget_label(budget) == folder.answer.marked_label and alike:
         tone = "chosen"
     return TrialRow(
@@ -106,10 +116,11 @@ def _trial_row(folder: RunFolder, place: int, row: pd.Series, *, alike: bool) ->
             _word(KIND_NAMES.get(str(row["kind"]), str(row["kind"]))),
             _word(POLICY_NAMES.get(str(row["policy"]), str(row["policy"]))),
             _word(ended),
+            *((_capacity(row["capacity_qps"], row["capacity_at_most_qps"]),) if folder.has_capacity else ()),
             *(_figure(row[f"tbt_{level}_ms"]) for level in ("p50", "p99")),
             *((_figure(row["predicted_tbt_p99_ms"]),) if predicted else ()),
             *(_figure(row[f"tbt_{level}_ms"]) for level in ("p999", "max")),
-            _figure(row["ttft_p50_ms"]),
+            *(_figure(row[f"ttft_{level}_ms"]) for level in ("p50", "p99")),
             _rate(row["total_tokens_per_s"]),
             *((_rate(row["predicted_total_tokens_per_s"]),) if predicted else ()),
             _rate(row["output_tokens_per_s"]),
@@ -129,6 +140,11 @@ def _rate(value: float) -> Cell:
     return Cell(text=rate(value), key=_key(value))
 
 
+def _capacity(measured: float, at_most: float) -> Cell:
+    bound = not isfinite(measured) and isfinite(at_most)
+    return Cell(text=f"at most {rate(at_most)}", key=_key(at_most)) if bound else _rate(measured)
+
+
 def _word(value: object) -> Cell:
     return Cell(text=str(value), key=str(value).lower())
 
@@ -136,6 +152,31 @@ def _word(value: object) -> Cell:
 def _key(value: float) -> str:
     """Empty for a missing value: those stay last whichever way the column is sorted."""
     return repr(float(value)) if isfinite(value) else ""
+
+
+def compared_budgets(answer: Answer, kind: str) -> list[Alternative]:
+    """The recommended budget, of ``kind``, beside the nearest alternatives; without it where nothing was expected."""
+    nearest = list(answer.alternatives[:MAX_ALTERNATIVES])
+    if not answer.expected or answer.marked_label is None:
+        return nearest
+    ttft_ms = {level: answer.value(f"ttft_{level}_ms") for level in ("p50", "p99")}
+    chosen = Alternative(
+        token_budget=answer.token_budget,
+        kind=kind,
+        feasible={"feasible": True, "infeasible": False}.get(answer.status),
+        tie=False,
+        reason="closest" if answer.status == "infeasible" else "recommended",
+        tbt_p99_ms=answer.value("tbt_p99_ms"),
+        total_tokens_per_s=answer.value("total_tokens_per_s"),
+        bubble_fraction=answer.value(answer.bubble_metric),
+        iteration_cv=answer.value("iteration_cv"),
+        max_num_seqs=int(answer.engine.get("max_num_seqs", 0)) or None,
+        policy=answer.engine.get("policy", ""),
+        ttft_p50_s=None if ttft_ms["p50"] is None else ttft_ms["p50"] / 1e3,
+        ttft_p99_s=None if ttft_ms["p99"] is None else ttft_ms["p99"] / 1e3,
+        capacity_rps=answer.value("capacity_qps"),
+    )
+    return [chosen, *nearest]
 
 
 def provenance(folder: RunFolder) -> Mapping[str, Mapping[str, str]]:

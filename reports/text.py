@@ -48,13 +48,48 @@ def rate(value: float | None) -> str:
 
 
 def percent(fraction: float | None, decimals: int | None = None) -> str:
-    """A fraction as per cent: at ``decimals``, else one below ten and none from there on."""
+    """A fraction as per cent: at ``decimals``, else one below ten and none from there on; a zero has no sign."""
     if fraction is None or not isfinite(fraction):
         return "–"
     value = 100 * fraction
     if decimals is None:
         decimals = 1 if abs(value) < 9.95 else 0
-    return f"{value:.{decimals}f}%"
+    return f"{value:z.{decimals}f}%"
+
+
+def change(fraction: float) -> str:
+    """A relative change with its sign: ``+2.0%``, ``−1.5%``. Empty where it rounds to zero: no difference is claimed
+    that cannot be read off the figures."""
+    amount = percent(abs(fraction))
+    return "" if amount == "0.0%" else f"{'−' if fraction < 0 else '+'}{amount}"
+
+
+def beside_slo(value: float, limit: float, *, inside: str = "under") -> str:
+    """Which side of an SLO ``value`` lies on, and how far: ``12% under the SLO``, ``at the SLO``."""
+    amount = percent(abs(1 - value / limit))
+    if amount == "0.0%":
+        return "at the SLO"
+    return f"{amount} {inside if value <= limit else 'over'} the SLO"
+
+
+def seconds(value: float | None) -> str:
+    """A duration given in s, printed as ``milliseconds`` does."""
+    return milliseconds(None if value is None else 1e3 * value)
+
+
+def metric_figure(metric: str, value: float | None) -> str:
+    """``value`` with the unit that the name of ``metric`` ends in; empty where there is none."""
+    if value is None:
+        return ""
+    if metric.endswith("_ms"):
+        return milliseconds(value)
+    if metric.endswith("_tokens_per_s"):
+        return f"{rate(value)} tokens/s"
+    if metric.endswith(("_qps", "_rps", "requests_per_s")):
+        return f"{rate(value)} requests/s"
+    if metric.endswith("_s"):
+        return seconds(value)
+    return percent(value) if metric.startswith("bubble_fraction") else significant(value)
 
 
 def budget_label(token_budget: float | None) -> str:

@@ -184,10 +184,15 @@ def _kind_markers(
             "thickness": 1.5,
             "width": 4,
         },
-        customdata=np.stack([rows[f"{metric}_low"] * scale, rows[f"{metric}_high"] * scale, rows["num_runs"]], axis=1),
+        customdata=np.stack(
+            [rows[f"{metric}_low"] * scale, rows[f"{metric}_high"] * scale, rows["num_runs"], rows["ttft_p99_ms"]],
+            axis=1,
+        ),
         hovertemplate=(
             f"budget %{{x}} ({KIND_NAMES[kind]})<br>{label}: %{{y:{form}}}"
-            f"<br>%{{customdata[0]:{form}}} to %{{customdata[1]:{form}}} over %{{customdata[2]}} run(s)<extra></extra>"
+            f"<br>%{{customdata[0]:{form}}} to %{{customdata[1]:{form}}} over %{{customdata[2]}} run(s)"
+            + ("<br>P99 TTFT %{customdata[3]:.4~g} ms" if rows["ttft_p99_ms"].notna().all() else "")
+            + "<extra></extra>"
         ),
     )
 

@@ -12,14 +12,16 @@ from plotly.subplots import make_subplots
 from ..data.run_folder import RunFolder
 from ..style import BLUE, GREEN, MUTED, ORANGE, VERMILLION, Drawing, finish
 from ..text import budget_label, count, listing, rate
-from .trials import highest
+from .trials import highest, only_bounded
 
+BOUNDED = "capacity bounded"
 #: Outcome → (colour, marker). Shapes differ so that none rests on colour alone.
 OUTCOMES = {
     "meets the SLO": (BLUE, "circle"),
     "misses the SLO": (ORANGE, "circle-open"),
     "no data": (MUTED, "square-open"),
     "stopped early": (MUTED, "x-thin-open"),
+    BOUNDED: (MUTED, "triangle-down-open"),
     "failed": (VERMILLION, "x"),
 }
 
@@ -44,6 +46,7 @@ def draw_history(folder: RunFolder) -> Drawing:
     rows["order"] = np.arange(1, len(rows) + 1)
     rows["label"] = [budget_label(budget) for budget in rows["token_budget"]]
     rows["outcome"] = [outcome(row["state"], row["feasible"]) for _, row in rows.iterrows()]
+    rows.loc[only_bounded(rows), "outcome"] = BOUNDED
     measured = bool(rows["total_tokens_per_s"].notna().any())
     figure = make_subplots(rows=1 + measured, cols=1, shared_xaxes=True, vertical_spacing=0.07)
     for label, (color, symbol) in OUTCOMES.items():
@@ -124,12 +127,14 @@ def draw_history(folder: RunFolder) -> Drawing:
 def history_finding(folder: RunFolder, rows: pd.DataFrame) -> str:
     """How many trials ended how, and when the best one was found."""
     trials = rows[rows["role"] == "search"]
-    numbers = trials["state"].value_counts()
-    states = [
-        f"{numbers[state]:,} {words}"
-        for state, words in (("complete", "ran to the end"), ("pruned", "stopped early"), ("failed", "failed"))
-        if numbers.get(state, 0)
-    ]
+    numbers = trials["state"].where(~only_bounded(trials), "bounded").value_counts()
+    endings = (
+        ("complete", "ran to the end"),
+        ("bounded", "ended with a bound on their capacity"),
+        ("pruned", "stopped early"),
+        ("failed", "failed"),
+    )
+    states = [f"{numbers[state]:,} {words}" for state, words in endings if numbers.get(state, 0)]
     repeats = int((rows["role"] == "repeat").sum())
     tail = f", then {count(repeats, 'repeat')} of the contenders" if repeats else ""
     sentence = f"{count(len(trials), 'trial')}: {listing(states)}{tail}."

@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from ..data.answer import Answer
 from ..data.run_folder import RunFolder
 from ..style import BLUE, INK, ORANGE, PAPER, Drawing, finish
-from ..text import budget_label, count, percent
+from ..text import budget_label, change, count, percent
 from .axes import add_slo_line, finish_budget_axis, latency_axis, mark_recommended
 from .figures import X_TITLE
 
@@ -118,8 +118,9 @@ def prediction_finding(folder: RunFolder) -> str:
 def _error_words(metric: Metric, errors: pd.DataFrame) -> str:
     size = errors["error"].abs()
     worst = errors.iloc[int(size.argmax())]
-    sign = "−" if worst["error"] < 0 else "+"
-    most = f"{sign}{percent(abs(worst['error']))} (budget {worst['label']})"
+    if not change(worst["error"]):
+        return f"{metric.words} is exact"
+    most = f"{change(worst['error'])} (budget {worst['label']})"
     return f"{metric.words} is {percent(float(size.median()))} off (median), at worst {most}"
 
 

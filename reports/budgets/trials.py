@@ -62,6 +62,11 @@ def at_recommended(runs: pd.DataFrame, answer: Answer) -> pd.DataFrame:
     return runs
 
 
+def only_bounded(runs: pd.DataFrame) -> pd.Series:
+    """Which of ``runs`` ended with an upper bound on capacity: the one question put to them was answered with no."""
+    return (runs["state"] == "pruned") & runs["capacity_at_most_qps"].notna()
+
+
 def _all_feasible(flags: pd.Series) -> bool | None:
     known = [bool(flag) for flag in flags if flag is not None]
     return all(known) if known else None

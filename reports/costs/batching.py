@@ -10,7 +10,7 @@ from ..data.answer import Answer
 from ..data.cost_curves import Carrier, ChunkedPrompt, CostCurves, RooflinePoint
 from ..data.run_folder import RunFolder
 from ..style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, SKY, VERMILLION, Drawing, finish, log_ticks
-from ..text import count, listing, milliseconds, percent, rate, significant
+from ..text import change, count, listing, milliseconds, percent, rate, significant
 
 ABSENT = "This run folder holds no latency table's curves (cost_curves.json), so {what} is not shown."
 #: Prefill tokens ride free while they make the iteration no more than this longer.
@@ -269,14 +269,20 @@ def chunking_finding(prompts: tuple[ChunkedPrompt, ...], budget: int | None) -> 
     own = next((point for point in longest.points if point.tokens == budget), None)
     low, high = longest.points[0], longest.points[-1]
     parts = [
-        f"in chunks of {point.tokens:,} it takes {percent(point.latency_ms / longest.whole_ms - 1)} longer"
+        f"in chunks of {point.tokens:,} it takes {_longer(point.latency_ms / longest.whole_ms - 1)}"
         for point in ([low] if own in (None, low) else [low, own])
         if point
     ]
     if high not in (low, own):
-        parts.append(f"of {high.tokens:,} {percent(high.latency_ms / longest.whole_ms - 1)}")
+        parts.append(f"of {high.tokens:,} {_longer(high.latency_ms / longest.whole_ms - 1)}")
     word = f" ({budget:,} is the budget)" if own is not None else ""
     return f"Of a prompt of {longest.prompt_tokens:,} tokens, alone: {listing(parts)}{word}."
+
+
+def _longer(fraction: float) -> str:
+    if not change(fraction):
+        return "no longer"
+    return f"{percent(abs(fraction))} {'longer' if fraction > 0 else 'less'}"
 
 
 def _subject(curves: CostCurves) -> str:

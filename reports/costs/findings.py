@@ -7,7 +7,7 @@ import numpy as np
 from ..data.answer import Answer
 from ..data.run_folder import RunFolder
 from ..data.staircase import BudgetCost, Edge, TokenStaircase
-from ..text import count, milliseconds, percent, rate
+from ..text import change, count, milliseconds, percent, rate
 
 ABSENT = "This run folder holds no tile analysis (tiles.json), so what one more token costs is not shown."
 
@@ -47,7 +47,7 @@ def token_cost_finding(folder: RunFolder) -> str:
 
 def jump(change_pct: float, uncertainty_pct: float | None = None) -> str:
     """``+105% ± 2.7%``: a change with its sign, and one standard error where it is known."""
-    text = f"{'−' if change_pct < 0 else '+'}{percent(abs(change_pct) / 100)}"
+    text = change(change_pct / 100) or "no change"
     return f"{text}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{percent(uncertainty_pct / 100)}" if uncertainty_pct else text
 
 
@@ -65,10 +65,10 @@ def _budget_sentence(answer: Answer, stairs: TokenStaircase) -> str:
     if cost.one_more_ms is None or cost.one_more_pct is None or cost.next_tokens is None:
         return f"{here}; nothing was measured close above it."
     step = stairs.step_after(budget)
-    change = jump(cost.one_more_pct, step.uncertainty_pct if step else None)
+    step_up = jump(cost.one_more_pct, step.uncertainty_pct if step else None)
     one = "one more token makes" if cost.next_tokens == budget + 1 else f"at {cost.next_tokens}, measured next, it is"
     it = " it" if cost.next_tokens == budget + 1 else ""
-    sentence = f"{here}; {one}{it} {milliseconds(cost.layer_ms + cost.one_more_ms)}, {change}"
+    sentence = f"{here}; {one}{it} {milliseconds(cost.layer_ms + cost.one_more_ms)}, {step_up}"
     if step and stairs.num_layers:
         sentence += f" ({milliseconds(cost.one_more_ms * stairs.num_layers)} in {stairs.num_layers} layers)"
     return f"{sentence}{'' if step else ', which is no step'}.{_rate_sentence(cost, stairs)}"

@@ -45,6 +45,10 @@ class Alternative:
     iteration_cv: float | None
     max_num_seqs: int | None = None
     policy: str = ""
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    capacity_rps: float | None = None
+    capacity_at_most_rps: float | None = None
 
     @property
     def label(self) -> str:
@@ -72,14 +76,47 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The step of the rule that decided: against ``over``, by ``metric``, where the recommended budget has ``chosen``
+    and the other one ``other``. ``group`` holds the budgets that counted as equal until then."""
+
+    rule: str
+    statement: str
+    group: tuple[int | None, ...]
+    over: int | None
+    metric: str
+    chosen: float | None
+    other: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadWin:
+    """The best budget at one load, and how the recommended one does there; ``load`` is a share of the best capacity."""
+
+    load: float
+    rate_rps: float
+    token_budget: int | None
+    ttft_p99_s: float | None
+    tbt_p99_ms: float | None
+    recommended_ttft_p99_s: float | None
+    recommended_tbt_p99_ms: float | None
+    recommended_holds: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Slo:
-    """The constraint the study held: P99 TBT in ms, median scheduling delay in s, and where it comes from."""
+    """The constraint the study held: P99 TBT in ms, median scheduling delay in s, limits on TTFT and end-to-end latency
+    at a quantile (0..1), and where it comes from."""
 
     name: str
     tbt_p99_ms: float | None
     scheduling_delay_p50_s: float | None
     reference_decode_ms: float | None
     note: str
+    ttft_ms: float | None = None
+    ttft_quantile: float | None = None
+    e2e_ms: float | None = None
+    e2e_quantile: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +141,27 @@ class Answer:
     command: str
     created_at: str
     stated_bubble_metric: str = ""
+    objective: str = ""
+    objective_note: str = ""
+    stated_ttft_p99_s: float | None = None
+    capacity_rps: float | None = None
+    own_rate_rps: float | None = None
+    decision: Decision | None = None
+    best_by_load: tuple[LoadWin, ...] = ()
+
+    def value(self, metric: str) -> float | None:
+        """The expected value of ``metric``; None where the file has none."""
+        estimate = self.estimate(metric)
+        return estimate.value if estimate else None
+
+    def estimate(self, metric: str) -> Estimate | None:
+        """What is expected of ``metric``. P99 TTFT and capacity may be stated without their spread."""
+        stated = {
+            "ttft_p99_ms": None if self.stated_ttft_p99_s is None else 1e3 * self.stated_ttft_p99_s,
+            "capacity_qps": self.capacity_rps,
+        }.get(metric)
+        bare = None if stated is None else Estimate(value=stated, low=None, high=None, repeats=1)
+        return self.expected.get(metric, bare)
 
     @property
     def marked_label(self) -> str | None:
@@ -157,6 +215,7 @@ def parse_answer(json: JsonObject) -> Answer:
             scheduling_delay_p50_s=slo.number("scheduling_delay_p50_s"),
             reference_decode_ms=slo.number("reference_decode_ms"),
             note=slo.text("note", ""),
+            **{name: slo.number(name) for name in ("ttft_ms", "ttft_quantile", "e2e_ms", "e2e_quantile")},
         ),
         expected=_estimates(json.child("expected")),
         alternatives=tuple(_alternative(item) for item in json.children("alternatives")),
@@ -177,6 +236,40 @@ def parse_answer(json: JsonObject) -> Answer:
         command=json.text("command", ""),
         created_at=json.text("created_at", ""),
         stated_bubble_metric=bubbles,
+        objective=json.text("objective", ""),
+        objective_note=json.text("objective_note", ""),
+        stated_ttft_p99_s=json.number("ttft_p99_s"),
+        capacity_rps=json.number("capacity_rps"),
+        own_rate_rps=json.number("own_rate_rps"),
+        decision=_decision(json.child("decision")),
+        best_by_load=tuple(_load_win(item) for item in json.children("best_by_load")),
+    )
+
+
+def _decision(json: JsonObject) -> Decision | None:
+    if not json.values:
+        return None
+    return Decision(
+        rule=json.text("rule"),
+        statement=json.text("statement", ""),
+        group=json.integers("group"),
+        over=_integer(json, "over"),
+        metric=json.text("metric", ""),
+        chosen=json.number("chosen"),
+        other=json.number("other"),
+    )
+
+
+def _load_win(json: JsonObject) -> LoadWin:
+    return LoadWin(
+        load=json.need("load"),
+        rate_rps=json.need("rate_rps"),
+        token_budget=_integer(json, "token_budget"),
+        ttft_p99_s=json.number("ttft_p99_s"),
+        tbt_p99_ms=json.number("tbt_p99_ms"),
+        recommended_ttft_p99_s=json.number("recommended_ttft_p99_s"),
+        recommended_tbt_p99_ms=json.number("recommended_tbt_p99_ms"),
+        recommended_holds=json.flag("recommended_holds"),
     )
 
 
@@ -214,6 +307,10 @@ def _alternative(json: JsonObject) -> Alternative:
         iteration_cv=json.number("iteration_cv"),
         max_num_seqs=_integer(json, "max_num_seqs"),
         policy=json.text("policy", ""),
+        ttft_p50_s=json.number("ttft_p50_s"),
+        ttft_p99_s=json.number("ttft_p99_s"),
+        capacity_rps=json.number("capacity_rps"),
+        capacity_at_most_rps=json.number("capacity_at_most_rps"),
     )
 
 

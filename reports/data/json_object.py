@@ -91,6 +91,18 @@ class JsonObject:
             raise self._wrong(key, "a list of strings", value)
         return tuple(value)
 
+    def integers(self, key: str) -> tuple[int | None, ...]:
+        """The list of whole numbers or nulls at ``key``, empty where it is absent or null."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        whole = isinstance(value, list) and all(
+            item is None or (isinstance(item, int) and not isinstance(item, bool)) for item in value
+        )
+        if not isinstance(value, list) or not whole:
+            raise self._wrong(key, "a list of whole numbers or nulls", value)
+        return tuple(value)
+
     def flat(self) -> dict[str, str]:
         """Every value as text for a provenance table; nested keys are joined with a space, lists with commas."""
         rows: dict[str, str] = {}

@@ -31,6 +31,8 @@ METRIC_COLUMNS = (
     "ttft_p50_ms",
     "ttft_p99_ms",
     "scheduling_delay_p50_ms",
+    "capacity_qps",
+    "capacity_at_most_qps",
     "output_tokens_per_s",
     "total_tokens_per_s",
     "iteration_cv",
@@ -114,6 +116,12 @@ class RunFolder:
     def searched_seqs(self) -> bool:
         """Whether the study searched ``max_num_seqs`` too."""
         return bool(self.trials["max_num_seqs"].notna().any())
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether the study maximised capacity and any run says what a budget serves."""
+        columns = self.trials[["capacity_qps", "capacity_at_most_qps"]]
+        return self.answer.objective == "capacity" and bool(columns.notna().any(axis=None))
 
     @property
     def has_predictions(self) -> bool:

@@ -10,7 +10,7 @@ from ..budgets.axes import finish_budget_axis, mark_recommended
 from ..budgets.trials import highest
 from ..data.run_folder import BUBBLE_COLUMNS, RunFolder
 from ..style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, VERMILLION, Drawing, finish
-from ..text import count, percent
+from ..text import change, count, percent
 
 #: Column, what it is called, colour and pattern, from the bottom of the pile up.
 CAUSES = {
@@ -96,9 +96,9 @@ def _finding(folder: RunFolder, rows: pd.DataFrame) -> str:
     if other["bubble_fraction"] <= own["bubble_fraction"]:
         return f"{text} No budget above the recommended {own['label']} idles more than it."
     cause = max(gained, key=lambda column: gained[column])
-    change = other["total_tokens_per_s"] / own["total_tokens_per_s"] - 1.0
+    gain = change(other["total_tokens_per_s"] / own["total_tokens_per_s"] - 1.0)
     return (
         f"{text} Budget {other['label']} idles {percent(other['bubble_fraction'])} where the recommended "
         f"{own['label']} idles {percent(own['bubble_fraction'])}, most of the difference for {CAUSES[cause][0]}; its "
-        f"throughput differs by {'−' if change < 0 else '+'}{percent(abs(change))}."
+        f"throughput {f'differs by {gain}' if gain else 'is the same'}."
     )

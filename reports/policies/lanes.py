@@ -44,6 +44,7 @@ class PolicyRow:
     p50: str
     p99: str
     largest: str
+    first: str
     throughput: str
     bubble: str
     stalls: str
@@ -110,6 +111,7 @@ def policy_rows(folder: RunFolder, lanes: list[Lane]) -> list[PolicyRow]:
                 p50=milliseconds(run["tbt_p50_ms"]),
                 p99=milliseconds(run["tbt_p99_ms"]),
                 largest=milliseconds(run["tbt_max_ms"]),
+                first=milliseconds(run["ttft_p99_ms"]),
                 throughput=f"{run['total_tokens_per_s']:,.0f}" if run["total_tokens_per_s"] > 0 else "–",
                 bubble=percent(run[folder.answer.bubble_metric], 1),
                 stalls=f"{len(lane.stalls):,}" if lane is not None and seen else "–",

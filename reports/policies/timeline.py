@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from ..budgets.trials import highest, lowest
 from ..data.run_folder import RunFolder
 from ..style import GREEN, INK, ORANGE, PAPER, SKY, VERMILLION, Drawing, finish
-from ..text import POLICY_NAMES, count, listing, milliseconds, percent
+from ..text import POLICY_NAMES, change, count, listing, milliseconds, percent
 from .lanes import STALL_RATIO, Lane, choose_window, ends_s
 
 #: Up to so many a lane (mean), hairlines keep neighbouring iterations apart; beyond, they would hide them.
@@ -69,10 +69,15 @@ def timeline_finding(folder: RunFolder) -> str:
         return f"One policy was run: P99 TBT {tails}."
     longest = highest(known, "tbt_max_ms")
     slowest, fastest = lowest(runs, "total_tokens_per_s"), highest(runs, "total_tokens_per_s")
+    below = 1 - slowest["total_tokens_per_s"] / fastest["total_tokens_per_s"]
+    speed = (
+        f"{names[slowest.name]} has the lowest throughput, {percent(below)} below {names[fastest.name]}"
+        if change(below)
+        else "all have the same throughput"
+    )
     return (
         f"P99 TBT from worst to best: {tails}. The longest gap, {milliseconds(longest['tbt_max_ms'])}, is under "
-        f"{names[longest.name]}; {names[slowest.name]} has the lowest throughput, "
-        f"{percent(1 - slowest['total_tokens_per_s'] / fastest['total_tokens_per_s'])} below {names[fastest.name]}."
+        f"{names[longest.name]}; {speed}."
     )
 
 

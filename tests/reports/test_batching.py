@@ -58,7 +58,7 @@ def test_chunking_names_the_budget_where_it_is_a_chunk(curves: CostCurves) -> No
     """1,024 tokens: 43.0 ms whole, 16 × 4.56 in chunks of 64, 8 × 7.12 of 128, 4 × 12.24 of 256."""
     assert chunking_finding(curves.prompts, 128) == (
         "Of a prompt of 1,024 tokens, alone: in chunks of 64 it takes 70% longer, in chunks of 128 it takes 33% longer "
-        "and of 256 14% (128 is the budget)."
+        "and of 256 14% longer (128 is the budget)."
     )
 
 

@@ -12,7 +12,7 @@ from page_text import figures, numbers, words
 from sample_study import make_folder, simulate
 from tilebudget.reports import build_comparison, build_report
 
-NAMES = {"answers", "throughputs", "latencies", "answer_tails"}
+NAMES = {"answers", "throughputs", "latencies", "first_tokens", "answer_tails"}
 
 
 @pytest.fixture(scope="module")

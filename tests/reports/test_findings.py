@@ -12,7 +12,7 @@ from tilebudget.reports.data.run_folder import RunFolder, read_run_folder
 from tilebudget.reports.findings import budget_finding, judge_confidence, pipeline_finding, tail_finding
 from tilebudget.reports.policies.lanes import build_lanes, policy_rows
 from tilebudget.reports.policies.timeline import timeline_finding
-from tilebudget.reports.text import budget_label, listing, milliseconds, percent, significant
+from tilebudget.reports.text import beside_slo, budget_label, change, listing, milliseconds, percent, significant
 
 
 def row(run: str, budget: int, speed: float, **changes: object) -> dict[str, object]:
@@ -142,3 +142,9 @@ def test_numbers_are_printed_with_three_digits_and_a_unit() -> None:
     assert [percent(v) for v in (None, 0.012, 0.46)] == ["–", "1.2%", "46%"]
     assert [budget_label(v) for v in (512.0, float("nan"), None)] == ["512", "unlimited", "unlimited"]
     assert [listing(["a", "b", "c"][:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+
+
+def test_a_difference_that_rounds_to_zero_is_not_printed() -> None:
+    assert [percent(v) for v in (-0.0001, -0.0, 0.0004)] == ["0.0%"] * 3
+    assert [change(v) for v in (-0.0004, 0.0, -0.015, 0.2)] == ["", "", "−1.5%", "+20%"]
+    assert [beside_slo(v, 14.0) for v in (13.999, 7.0, 15.4)] == ["at the SLO", "50% under the SLO", "10% over the SLO"]
