@@ -183,7 +183,7 @@ def _add_own_rate(figure: go.Figure, answer: Answer) -> None:
             "font": {"size": 11.5, "color": INK},
             "name": "own_rate",
         },
-        annotation_position="bottom right",
+        annotation_position="bottom left",
         row=1,
         col=1,
     )

@@ -219,8 +219,8 @@ def make_folder(*, policies: bool = True, search: bool = True) -> Folder:
     stamp(rows)
     repeats = pd.DataFrame([row for row in rows if row["role"] == "repeat" and row["token_budget"] == 128])
     metrics = ("tbt_p50_ms", "tbt_p99_ms", "tbt_p999_ms", "tbt_max_ms", "ttft_p50_ms", "ttft_p99_ms",
-               "output_tokens_per_s", "total_tokens_per_s", "bubble_fraction_2", "bubble_fraction_4", "bubble_fraction_8",
-               "iteration_cv")  # fmt: skip
+               "output_tokens_per_s", "total_tokens_per_s", "bubble_fraction_2", "bubble_fraction_4",
+               "bubble_fraction_8", "iteration_cv")  # fmt: skip
     workload = {"name": "azure_llm_2023_conv", "source": "azure_llm_2023_conv.csv", "num_requests": 24,
                 "num_prompt_tokens": 7810, "num_output_tokens": 702, "num_dropped": 3, "num_clipped": 5,
                 "saturated": False, "notes": ["5 prompts cut to max_model_len 2048"]}  # fmt: skip
