@@ -1,4 +1,4 @@
-"""A study of capacity: what each budget serves, what decided, the best budget by load, and bounds that are no failures."""
+"""A study of capacity: what each budget serves, what decided, the best budget by load; a bound is no failure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_measured_capacities_and_bounds_are_drawn_apart(page: str) -> None:
     assert dict(zip(bounds["customdata"], numbers(bounds["y"]), strict=True)) == {  # type: ignore[call-overload]
         "unlimited" if budget is None else str(budget): bound for budget, bound in BOUNDS.items()
     }
-    measured = {}
+    measured: dict[str, float] = {}
     for trace in first:
         if trace["name"] in ("aligned", "edge + 1", "mid-tile"):
             measured |= dict(zip(trace["customdata"], numbers(trace["y"]), strict=True))  # type: ignore[call-overload]

@@ -325,7 +325,7 @@ def make_capacity_folder() -> Folder:
     for row in folder.trials:
         budget, searched = row["token_budget"], row["role"] == "search" and row["state"] == "complete"
         if searched and budget in BOUNDS:
-            bound = BOUNDS[budget]  # type: ignore[index]
+            bound = BOUNDS[budget]
             known = {name: None for name in row if name.endswith(("_ms", "_per_s")) or name.startswith("bubble_")}
             reason = f"asked once: at {bound} requests/s a limit breaks, and the best serves more"
             row |= known | {"state": "pruned", "feasible": None, "reason": reason, "capacity_at_most_qps": bound}
