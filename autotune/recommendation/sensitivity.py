@@ -74,7 +74,8 @@ def find_sensitivity(
     on_done: Callable[[str], None] = lambda change: None,
 ) -> list[Sensitivity]:
     """What would be chosen under each change, by the study's own budgets; ``table`` is the warm start's model."""
-    budgets = sorted({row.token_budget for row in search_rows if row.state != "failed"} | {recommended})
+    tried = {row.token_budget for row in search_rows if row.state != "failed"}
+    budgets = sorted(tried | {recommended} | set(_peaks(problem)))
     model = _model(problem, table)
 
     def score(change: Change) -> _Answer:
@@ -210,16 +211,16 @@ def _run_window(
     recommended: int,
     known: Mapping[int, float | None],
 ) -> dict[int, float | None]:
-    """Scores under ``change`` of the budgets around the best one, from ``recommended`` on; what is ``known`` is not
-    run again."""
+    """Scores under ``change`` of the budgets around the best one, from ``recommended`` on, and of the peaks of the
+    staircase, beyond whose next step the best may lie; what is ``known`` is not run again."""
     runner = problem.make_runner(engine=engine, workload=change.workload, slo=change.slo)
     by_budget = {candidate.token_budget: candidate for candidate in problem.space.candidates}
     scores = dict(known)
-    centre = recommended
+    centre, peaks = recommended, _peaks(problem)
     for _ in range(MAX_MOVES + 1):
         place = budgets.index(centre)
-        window = budgets[max(0, place - WINDOW) : place + WINDOW + 1]
-        for budget in sorted(window, key=lambda budget: budget != centre):
+        window = {*budgets[max(0, place - WINDOW) : place + WINDOW + 1], *peaks}
+        for budget in sorted(window, key=lambda budget: (budget != centre, budget)):
             if budget not in scores and budget in by_budget:
                 # Under capacity, the others are asked whether they serve more than the best so far by what would count.
                 top = max((score for score in scores.values() if score is not None), default=0.0)
@@ -239,6 +240,11 @@ def _run_window(
             break
         centre = following
     return scores
+
+
+def _peaks(problem: Problem) -> tuple[int, ...]:
+    """The budgets at which a token costs no more than around them: few, and where a change of any size may lead."""
+    return tuple(candidate.token_budget for candidate in problem.space.cheapest_around())
 
 
 def _best(scores: Mapping[int, float | None]) -> int | None:

@@ -123,3 +123,15 @@ def test_on_a_long_workload_load_and_prompts_are_tried_on_its_beginning(
     by_change = {one.change: one for one in recommend(tmp_path, workload).sensitivity}
     assert by_change["prompts +20%"].statement.endswith(", by the first 10 requests.")
     assert by_change["SLO -20%"].statement == "SLO -20%: 128 instead of 192, which breaks the SLO then."
+
+
+def test_a_change_leads_beyond_the_neighbours_to_a_peak_of_the_staircase(
+    tmp_path: Path, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no neighbour is asked at all, a doubled SLO still finds the larger budgets at which a token costs least."""
+    monkeypatch.setattr(sensitivity, "WINDOW", 0)
+    recommendation = recommend(tmp_path, workload)
+    found = {one.change: one.token_budget for one in recommendation.sensitivity}["SLO doubled"]
+    assert recommendation.token_budget == 192
+    assert found is not None
+    assert found > 192
