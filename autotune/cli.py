@@ -28,7 +28,7 @@ from ..engine.server.engine import engine_on
 from ..engine.workloads.traces import load_prompts
 from ..kernels.errors import TileBudgetError
 from ..reports import COMPARE_NAME, build_comparison, build_report
-from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
+from .config import TuneConfig
 from .console import TuneProgress, counting_progress, describe_row, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
 from .disaggregation import Yardstick, make_yardstick, parse_split
@@ -45,6 +45,7 @@ from .study.stored_study import STUDY_NAME
 from .study.worker import WAIT_LIMIT_S, work
 from .tiles import analyse_device, analyse_sweep_file, predict_configs
 from .tuning import tune
+from .words import HOST_DEVICES, PROFILE_SUFFIX, device_word
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -262,6 +263,7 @@ def profile_command(
     **settings: Setting,
 ) -> None:
     """Measure the latency table of the device here; `tune --device FILE` and `run --device FILE` then model it."""
+    device = device_word(device)
     if device not in HOST_DEVICES:
         raise ValueError(f"device={device!r}: must be one of {', '.join(HOST_DEVICES)}, only these can be measured")
     if not time_limit > 0:
@@ -324,7 +326,7 @@ def tiles_command(
     **settings: Setting,
 ) -> None:
     """Show where one more token costs a step, and the budgets worth trying."""
-    model = str(settings["model"])
+    model, device = str(settings["model"]), device_word(device)
     if sweep is None and kernels == "triton" and device not in HOST_DEVICES:
         configs = predict_configs(
             model, device=device, dtype=dtype, tensor_parallel=tensor_parallel or 1, max_tokens=max_tokens
@@ -394,6 +396,8 @@ def show_command(
         )
     for warning in caught:
         print(f"tilebudget: {warning.message}", file=sys.stderr)
+    if found.launch_notice is not None and format_name in ("vllm-yaml", "kubernetes"):
+        print(f"tilebudget: {found.launch_notice}", file=sys.stderr)
     print(found.export(format_name, page_size=page_size, container=container))
 
 

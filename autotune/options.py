@@ -28,11 +28,17 @@ def _by_device(name: str, more: str = "") -> str:
 
 
 OPTIONS: dict[str, object] = {
-    "model": Annotated[str, typer.Option(help="Preset name, or a Hugging Face folder (config.json and safetensors).")],
+    "model": Annotated[
+        str, typer.Option(help="Preset name, its Hugging Face hub id, or a folder (config.json and safetensors).")
+    ],
+    "model_name": Annotated[
+        str | None,
+        typer.Option(help="The model's name in launch lines. Default: its hub id, or the folder."),
+    ],
     "device": Annotated[
         str,
         typer.Option(
-            help="auto (CUDA if there is one), cpu or cuda; or one that is modelled, such as h200_sxm or the .json "
+            help="auto (CUDA if there is one), cpu or cuda; or one that is modelled, such as H200 or the .json "
             "file of a profile: see `tilebudget devices`."
         ),
     ],
@@ -177,6 +183,7 @@ OPTIONS: dict[str, object] = {
 
 DEVICE = (
     "model",
+    "model_name",
     "device",
     "kernels",
     "dtype",

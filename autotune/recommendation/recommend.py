@@ -88,6 +88,8 @@ def recommend(
             max_model_len=problem.engine_config.max_model_len,
             block_size=config.block_size,
             num_kv_blocks=problem.facts.num_kv_blocks,
+            kv_blocks_fixed=config.num_kv_blocks is not None,
+            model_name=config.launch_model,
         ),
         workload=workload_summary(problem.workload),
         num_trials={state: sum(row.state == state for row in rows) for state in ("complete", "pruned", "failed")},

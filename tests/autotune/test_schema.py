@@ -21,7 +21,8 @@ def test_a_file_of_schema_1_0_is_read_and_written_in_the_schema_of_today(tmp_pat
     written = json.loads(json.dumps(loaded.to_json()))
     added = {"ttft_ms", "ttft_quantile", "e2e_ms", "e2e_quantile"}
     assert {name: value for name, value in written["slo"].items() if name not in added} == old["slo"]
-    same = old.keys() - {"schema_version", "slo"}
+    assert written["engine"] == old["engine"] | {"kv_blocks_fixed": False, "model_name": None}
+    same = old.keys() - {"schema_version", "slo", "engine", "launch", "flags"}
     assert {name: written[name] for name in same} == {name: old[name] for name in same}
     (tmp_path / "recommendation.json").write_text(json.dumps(written))
     assert Recommendation.load(tmp_path) == loaded

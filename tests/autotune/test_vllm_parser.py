@@ -60,7 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, objec
     (container,) = patch["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["vllm", "serve"]
     forms = {
-        "flags": [recommendation.engine.model, *recommendation.export("vllm").split()],
+        "flags": [recommendation.launch_model, *recommendation.export("vllm").split()],
         "launch": recommendation.launch_commands()["vllm"].split()[2:],
         "yaml": ["--config", str(config)],
         "kubernetes": container["args"],
@@ -87,4 +87,4 @@ def test_vllm_reads_the_recommended_settings(found: dict[str, dict[str, object]]
     wanted = Recommendation.load(EXAMPLE).vllm_args()
     assert {name: found[form][name] for name in wanted} == wanted
     if form not in ("env", "apply_to"):
-        assert found[form]["model"] == "llama-3.1-8b"
+        assert found[form]["model"] == "meta-llama/Llama-3.1-8B-Instruct"
