@@ -288,8 +288,8 @@ class TuneConfig:
         names, setting = self.searched, f"search={self.search!r}"
         if "token_budget" not in names or len(set(names)) < len(names) or not set(names) <= set(SEARCHABLE):
             raise ValueError(
-                f"{setting}: must name token_budget and, on request, max_num_seqs and policy, each once, such as "
-                f"{','.join(SEARCHABLE)}"
+                f"{setting}: must name 'token_budget' and, on request, 'max_num_seqs' and 'policy', each once, such "
+                f"as '{','.join(SEARCHABLE)}'"
             )
         if "policy" in names and self.policy in ("faster_transformer", "orca"):
             raise ValueError(f"{setting}: policy={self.policy!r} heeds no token budget, so there is none to search")
@@ -310,15 +310,15 @@ class TuneConfig:
             raise ValueError(f"engine={self.engine!r}: must be one of {', '.join(ENGINES)}{near}")
         if self.engine == "builtin":
             if given:
-                raise ValueError(f"{given[0]}={sources[given[0]]!r}: is for engine=server alone")
+                raise ValueError(f"{given[0]}={sources[given[0]]!r}: is for engine='server' alone")
             return
         if len(given) != 1:
-            raise ValueError("engine='server': needs exactly one of server, command and base_url")
+            raise ValueError("engine='server': needs exactly one of server=NAME, command=TEMPLATE and base_url=URL")
         if self.server is not None and self.server not in SERVERS:
             near = did_you_mean(self.server, SERVERS)
             raise ValueError(f"server={self.server!r}: must be one of {', '.join(SERVERS)}{near}")
         if self.server_args and self.server is None:
-            raise ValueError(f"server_args={self.server_args!r}: needs server, to whose command it is appended")
+            raise ValueError(f"server_args={self.server_args!r}: needs server=NAME, to whose command it is appended")
         if self.kernels is not None:
             raise ValueError(f"kernels={self.kernels!r}: a server has its own")
         if self.model == DEFAULT_MODEL and self.base_url is None:

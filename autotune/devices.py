@@ -18,7 +18,7 @@ from ..engine.torch_executor import TorchExecutor
 from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, SystemSpec, list_systems, system_spec
 from .config import TuneConfig
 from .profiles import list_profiles, profile_executor
-from .words import check_system
+from .words import check_system, fitting_systems
 
 DEFAULT_DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 
@@ -59,9 +59,11 @@ def _system_device(system: SystemInfo) -> DeviceInfo:
         for framework, versions in system.frameworks.items()
         for version, dtypes in versions.items()
     )
+    gpu = system.system.split("_")[0]
+    called = f"; {gpu} means it" if gpu != system.system and fitting_systems(gpu) == [system.system] else ""
     return DeviceInfo(
         name=system.system,
-        description=f"{spec.memory_bytes / 1e9:.0f} GB, {spec.bandwidth_bytes_per_s / 1e12:.2f} TB/s",
+        description=f"{spec.memory_bytes / 1e9:.0f} GB, {spec.bandwidth_bytes_per_s / 1e12:.2f} TB/s{called}",
         source="table" if system.measured else "specification",
         available=system.measured,
         kernels=kernels,

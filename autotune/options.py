@@ -222,6 +222,52 @@ STUDY = (
     "warm_start",
 )
 
+#: The groups in the help of ``tune`` and ``run``, of these options and of those that the commands have besides.
+GROUPS = {
+    "Common": (
+        "model",
+        "device",
+        "dtype",
+        "tensor_parallel",
+        "token_budget",
+        "trace",
+        "workload",
+        "qps",
+        "tbt_slo",
+        "objective",
+        "max_num_seqs",
+    ),
+    "Model": ("model_name", "max_model_len"),
+    "Device": ("kernels", "num_threads", "block_size", "num_kv_blocks"),
+    "Traffic": ("num_requests", "arrivals", "overlong", "prompts"),
+    "Limits": ("ttft_slo", "e2e_slo", "min_budget", "max_budget"),
+    "Search": (
+        "search",
+        "policy",
+        "num_trials",
+        "max_concurrent",
+        "workers",
+        "time_limit",
+        "num_contenders",
+        "repeats",
+        "seed",
+        "warm_start",
+        "storage",
+        "study",
+    ),
+    "Server": SERVER,
+    "Pipeline": (
+        "pipeline_parallel",
+        "pipeline_split",
+        "pipeline_link",
+        "pipeline_stages",
+        "yardstick",
+        "yardstick_gpus",
+        "yardstick_split",
+    ),
+    "Output": ("run_dir", "as_json", "help"),
+}
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 

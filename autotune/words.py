@@ -57,7 +57,7 @@ def device_word(word: str) -> str:
         )
     if plain in HOST_DEVICES:
         return plain
-    fitting = _fitting_systems(plain)
+    fitting = fitting_systems(plain)
     if len(fitting) > 1:
         raise ValueError(f"device={word!r}: must be one of {', '.join(fitting)}")
     return fitting[0] if fitting else word
@@ -75,7 +75,7 @@ def check_system(device: str) -> None:
         raise ValueError(f"device={device!r}: must be one of {', '.join(names)}{did_you_mean(device, names)}")
 
 
-def _fitting_systems(plain: str) -> list[str]:
+def fitting_systems(plain: str) -> list[str]:
     """The systems that a word in lower case with underscores fits: the one of that name; else those whose name begins
     with it, of these the measured ones where there are any."""
     try:
