@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the work failed, 2 bad input, 3 no budget meets the SLO, 1
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import warnings
@@ -19,19 +20,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ..engine import EngineConfig, PipelinedExecutor
 from ..engine.distributed.launch import Torchrun, dismiss_torchrun_ranks, serve_torchrun_rank
 from ..engine.metrics import compute_metrics
 from ..engine.server.engine import engine_on
 from ..engine.workloads.traces import load_prompts
-from ..kernels.errors import TileBudgetError
+from ..kernels.errors import TileBudgetError, did_you_mean
 from ..reports import COMPARE_NAME, build_comparison, build_report
-from .config import HOST_DEVICES, PROFILE_SUFFIX, TuneConfig
+from .config import TuneConfig
 from .console import TuneProgress, counting_progress, describe_row, print_recommendation
 from .devices import list_devices, make_executor, silicon_hint
 from .disaggregation import Yardstick, make_yardstick, parse_split
+from .help import GroupedCommand, GroupedCommands
 from .options import DEVICE, ENGINE, RUNTIME, SERVER, STUDY, TRAFFIC, Json, Setting, takes
 from .problem import load_workload, read_staircase, staircase_costs, workload_summary
 from .profiles import default_profile_path, profile_device
@@ -45,14 +47,25 @@ from .study.stored_study import STUDY_NAME
 from .study.worker import WAIT_LIMIT_S, work
 from .tiles import analyse_device, analyse_sweep_file, predict_configs
 from .tuning import tune
+from .words import HOST_DEVICES, PROFILE_SUFFIX, device_word
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 DEFAULT = TuneConfig()
 
+#: What typer raises for a command line that it cannot read; some of its releases have the class from click, some not.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+#: Fields that are no option's, by the option that sets them.
+FIELD_OPTIONS = {
+    "stage_layers": "pipeline_split",
+    "start_timeout_s": "start_timeout",
+    "stall_timeout_s": "stall_timeout",
+}
+
 app = typer.Typer(
+    cls=GroupedCommands,
     help="Find the token budget to serve an LLM with, and why.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -60,14 +73,20 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def root(show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def root(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     """Find the token budget to serve an LLM with, and why."""
     if show_version:
         print(version("tilebudget"))
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT)
 
 
-@app.command("tune")
+@app.command("tune", cls=GroupedCommand)
 @takes(*DEVICE, *SERVER, *TRAFFIC, *STUDY, *ENGINE, *RUNTIME)
 def tune_command(
     *,
@@ -192,7 +211,7 @@ def _stopped_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@app.command("run")
+@app.command("run", cls=GroupedCommand)
 @takes(*DEVICE, *SERVER, *TRAFFIC, *ENGINE, *RUNTIME)
 def run_command(
     *,
@@ -262,6 +281,7 @@ def profile_command(
     **settings: Setting,
 ) -> None:
     """Measure the latency table of the device here; `tune --device FILE` and `run --device FILE` then model it."""
+    device = device_word(device)
     if device not in HOST_DEVICES:
         raise ValueError(f"device={device!r}: must be one of {', '.join(HOST_DEVICES)}, only these can be measured")
     if not time_limit > 0:
@@ -324,7 +344,9 @@ def tiles_command(
     **settings: Setting,
 ) -> None:
     """Show where one more token costs a step, and the budgets worth trying."""
-    model = str(settings["model"])
+    model, device = str(settings["model"]), device_word(device)
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens}: must be at least 1")
     if sweep is None and kernels == "triton" and device not in HOST_DEVICES:
         configs = predict_configs(
             model, device=device, dtype=dtype, tensor_parallel=tensor_parallel or 1, max_tokens=max_tokens
@@ -394,6 +416,8 @@ def show_command(
         )
     for warning in caught:
         print(f"tilebudget: {warning.message}", file=sys.stderr)
+    if found.launch_notice is not None and format_name in ("vllm-yaml", "kubernetes"):
+        print(f"tilebudget: {found.launch_notice}", file=sys.stderr)
     print(found.export(format_name, page_size=page_size, container=container))
 
 
@@ -439,36 +463,80 @@ def main() -> None:
     # Ended by its supervisor as by Ctrl-C: a server that it started ends with it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        app()
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        _fail(_usage_message(error), EXIT_BAD_INPUT)
     except ValueError as error:
         _fail(str(error), EXIT_BAD_INPUT)
     except TileBudgetError as error:
         _fail(str(error), EXIT_FAILED)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", EXIT_INTERRUPTED)
     finally:
         if torchrun is not None:
             dismiss_torchrun_ranks(torchrun)
+    if code:
+        sys.exit(code)
 
 
-def _flags() -> dict[str, str]:
-    """The flag of every option of the commands, by the setting that it sets and by its own word."""
-    app_command = typer.main.get_command(app)
-    assert isinstance(app_command, TyperGroup)
+def _commands() -> dict[str, TyperCommand]:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    return {name: command for name, command in group.commands.items() if isinstance(command, TyperCommand)}
+
+
+def _usage_message(error: Exception) -> str:
+    """What is wrong with the words of a command line, in one line; the nearest option for one that there is not."""
+    option, parameter = getattr(error, "option_name", None), getattr(error, "param", None)
+    if option is None or getattr(error, "possibilities", None) is None:
+        text = str(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
+        return text if parameter is None else text.replace(f"'{parameter.name}'", str(parameter.name).upper())
+    command = _commands().get(sys.argv[1])
+    known = [flag for one in command.params for flag in one.opts] if command is not None else []
+    return f"{option}: there is no such option{did_you_mean(option, known)}"
+
+
+def _flags(command: TyperCommand) -> dict[str, str]:
+    """What a command line has for each setting of ``command``: the flag, or the argument's name in capitals."""
     flags: dict[str, str] = {}
-    for command in app_command.commands.values():
-        for parameter in command.params:
-            for flag in parameter.opts:
-                if flag.startswith("--"):
-                    flags[parameter.name or ""] = flags[flag[2:].replace("-", "_")] = flag
+    for parameter in command.params:
+        name = str(parameter.name)
+        flags[name] = name.upper()
+        for flag in parameter.opts:
+            if flag.startswith("--"):
+                flags[name] = flags[flag[2:].replace("-", "_")] = flag
     return flags
 
 
+def translate(message: str, command_name: str) -> str:
+    """An error's message in the words of the command line: ``max_num_seqs=8`` is ``--max-num-seqs 8``.
+
+    Settings of the command are translated where a value follows, and wherever they have an underscore; those of other
+    commands only where they have one. What stands in quotes, backticks or braces is the user's, and stays.
+    """
+    commands = _commands()
+    own = _flags(commands[command_name]) if command_name in commands else {}
+    others = {name: flag for command in commands.values() for name, flag in _flags(command).items() if "_" in name}
+    flags = others | own
+    flags |= {field: flags[option] for field, option in FIELD_OPTIONS.items() if option in flags}
+
+    def translated(match: re.Match[str]) -> str:
+        name, equals, none = match["name"], match["equals"], match["none"]
+        if name is None or name not in flags or not (equals or "_" in name):
+            return match[0]
+        # None is what an option has that was not given.
+        return flags[name] + (" " if equals and not none else "")
+
+    # The kernels write "name is value: it must".
+    message = re.sub(r"^([a-z_]+) is (.+?): it must", r"\1=\2: must", message)
+    quoted = r"(?<!\w)'[^']*'|\"[^\"]*\"|`[^`]*`|\{[^}]*\}"
+    return re.sub(
+        rf"{quoted}|(?<![\w./-])(?P<name>[a-z][a-z0-9_]*)(?![\w/]|\.\w)(?P<equals>=(?P<none>None\b)?)?",
+        translated,
+        message,
+    )
+
+
 def _fail(message: str, code: int) -> None:
-    """Print the message, field names in the words of the command line (``--max-num-seqs``)."""
-    flags = _flags()
-    head, separator, rest = message.partition("=")
-    if separator and head in flags:
-        message = f"{flags[head]}={rest}"
-    print(f"tilebudget: {message}", file=sys.stderr)
+    print(f"tilebudget: {translate(message, ' '.join(sys.argv[1:2]))}", file=sys.stderr)
     sys.exit(code)

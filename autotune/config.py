@@ -15,16 +15,14 @@ import torch
 
 from ..engine import POLICY_NAMES
 from ..engine.config import KERNELS
+from ..engine.model.config import PRESETS, hub_id, preset_name
+from ..engine.model.hf_config import launch_name
 from ..engine.server.command import served_model
 from ..engine.slo import parse_limit, parse_tbt
+from ..kernels.errors import did_you_mean
 from ..kernels.silicon import FRAMEWORKS
 from .scoring.objective import AUTO, OBJECTIVES, parse_share
-
-DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8")
-#: Devices whose time is measured here; every other name is a system of the silicon tables, whose time is modelled.
-HOST_DEVICES = ("auto", "cpu", "cuda")
-#: A device of this name ending is the file of a profile.
-PROFILE_SUFFIX = ".json"
+from .words import DTYPES, HOST_DEVICES, PROFILE_SUFFIX, device_word, dtype_word
 
 #: What ``search`` may name, and how many powers of two below ``max_num_seqs`` are tried where it names that.
 SEARCHABLE = ("token_budget", "max_num_seqs", "policy")
@@ -68,8 +66,9 @@ ARRIVALS = ("trace", "poisson", "fixed", "saturated")
 class TuneConfig:
     """Settings of one tuning; the command line's defaults are these.
 
-    model: preset name, the hub id of one, or a Hugging Face folder. model_name: what the launch lines are to load,
-    where that is something else. device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``, or a
+    model: preset name, the Hugging Face hub id of one, or a folder; a hub id is kept as the preset's name, and as
+    ``model_name``, which is what launch lines call the model (None: ``launch_model`` says). device, dtype: in any of
+    the words that ``words`` knows. device: ``auto`` (CUDA if there is one), ``cpu`` or ``cuda``, or a
     profile's file (``.json``), or a system of the silicon tables (``h200_sxm``), whose ``kernels`` (vllm, sglang,
     trtllm; None takes the first that was measured) and ``tensor_parallel`` degree then are modelled, not run. On a
     device here ``kernels`` is torch, triton or auto, which None means: the faster of the two, operation by operation
@@ -153,6 +152,11 @@ class TuneConfig:
     stall_timeout: float = 30.0
 
     @property
+    def launch_model(self) -> str:
+        """The model's name for a server: ``model_name``, else a preset's hub id, else what ``model`` says."""
+        return self.model_name or launch_name(self.model)
+
+    @property
     def modelled(self) -> bool:
         """Whether the device's time comes from tables."""
         return self.engine != "server" and self.device not in HOST_DEVICES
@@ -195,6 +199,7 @@ class TuneConfig:
     def __post_init__(self) -> None:
         self._check_types()
         self._settle_engine()
+        self._settle_words()
         kind = self._device_kind()
         for name, value in DEFAULTS_BY_DEVICE[kind].items():
             if getattr(self, name) is None and not (name == "num_requests" and kind == "modelled" and self.trace):
@@ -204,12 +209,14 @@ class TuneConfig:
             ("policy", POLICY_NAMES),
             ("objective", (AUTO, *OBJECTIVES)),
             ("overlong", ("clip", "drop")),
+            ("arrivals", (None, *ARRIVALS)),
             ("pipeline_stages", (2, 4, 8)),
         ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(str, choices))}")
-        if self.arrivals is not None and self.arrivals not in ARRIVALS:
-            raise ValueError(f"arrivals={self.arrivals!r}: must be one of {', '.join(ARRIVALS)}")
+            value = getattr(self, name)
+            if value not in choices:
+                words = [str(choice) for choice in choices]
+                near = did_you_mean(str(value), words)
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(words)}{near}")
         if self.objective == "capacity" and self.arrivals == "saturated":
             raise ValueError("arrivals='saturated': objective=capacity needs poisson, fixed or trace arrivals")
         parse_share("indifference", self.indifference)
@@ -226,7 +233,10 @@ class TuneConfig:
             )
         kernels = FRAMEWORKS if self.modelled else KERNELS
         if self.kernels is not None and self.kernels not in kernels:
-            raise ValueError(f"kernels={self.kernels!r}: must be one of {', '.join(kernels)} on device={self.device!r}")
+            near = did_you_mean(self.kernels, kernels)
+            raise ValueError(
+                f"kernels={self.kernels!r}: must be one of {', '.join(kernels)} on device={self.device!r}{near}"
+            )
         if self.pipeline_split is not None and len(self.stage_layers or ()) != self.pipeline_parallel:
             raise ValueError(
                 f"pipeline_split={self.pipeline_split!r}: must name the layers of pipeline_parallel="
@@ -279,8 +289,8 @@ class TuneConfig:
         names, setting = self.searched, f"search={self.search!r}"
         if "token_budget" not in names or len(set(names)) < len(names) or not set(names) <= set(SEARCHABLE):
             raise ValueError(
-                f"{setting}: must name token_budget and, on request, max_num_seqs and policy, each once, such as "
-                f"{','.join(SEARCHABLE)}"
+                f"{setting}: must name 'token_budget' and, on request, 'max_num_seqs' and 'policy', each once, such "
+                f"as '{','.join(SEARCHABLE)}'"
             )
         if "policy" in names and self.policy in ("faster_transformer", "orca"):
             raise ValueError(f"{setting}: policy={self.policy!r} heeds no token budget, so there is none to search")
@@ -297,17 +307,19 @@ class TuneConfig:
         if self.engine is None:
             object.__setattr__(self, "engine", "server" if given else "builtin")
         if self.engine not in ENGINES:
-            raise ValueError(f"engine={self.engine!r}: must be one of {', '.join(ENGINES)}")
+            near = did_you_mean(str(self.engine), ENGINES)
+            raise ValueError(f"engine={self.engine!r}: must be one of {', '.join(ENGINES)}{near}")
         if self.engine == "builtin":
             if given:
-                raise ValueError(f"{given[0]}={sources[given[0]]!r}: is for engine=server alone")
+                raise ValueError(f"{given[0]}={sources[given[0]]!r}: is for engine='server' alone")
             return
         if len(given) != 1:
-            raise ValueError("engine='server': needs exactly one of server, command and base_url")
+            raise ValueError("engine='server': needs exactly one of server=NAME, command=TEMPLATE and base_url=URL")
         if self.server is not None and self.server not in SERVERS:
-            raise ValueError(f"server={self.server!r}: must be one of {', '.join(SERVERS)}")
+            near = did_you_mean(self.server, SERVERS)
+            raise ValueError(f"server={self.server!r}: must be one of {', '.join(SERVERS)}{near}")
         if self.server_args and self.server is None:
-            raise ValueError(f"server_args={self.server_args!r}: needs server, to whose command it is appended")
+            raise ValueError(f"server_args={self.server_args!r}: needs server=NAME, to whose command it is appended")
         if self.kernels is not None:
             raise ValueError(f"kernels={self.kernels!r}: a server has its own")
         if self.model == DEFAULT_MODEL and self.base_url is None:
@@ -315,6 +327,14 @@ class TuneConfig:
             if model is None:
                 raise ValueError(f"model={self.model!r}: name the model that the server serves")
             object.__setattr__(self, "model", model)
+
+    def _settle_words(self) -> None:
+        given = str(self.model)
+        if given not in PRESETS and not Path(given).is_dir() and (preset := preset_name(given)) is not None:
+            object.__setattr__(self, "model", preset)
+            object.__setattr__(self, "model_name", self.model_name or hub_id(given))
+        object.__setattr__(self, "device", device_word(self.device))
+        object.__setattr__(self, "dtype", dtype_word(self.dtype))
 
     def _device_kind(self) -> str:
         """Whose defaults apply. A profile was measured at the sizes of a study on its device, a CPU as a rule."""
@@ -338,9 +358,11 @@ class TuneConfig:
         """The settings that a resumed study must share; how far to search may differ."""
         settings = asdict(self)
         # How far to search, and how a server is reached, change no figure.
-        search = ("num_trials", "repeats", "num_contenders", "time_limit", "warm_start", "model_name")
-        for name in (*search, "port", "start_timeout", "stall_timeout"):
+        search = ("num_trials", "repeats", "num_contenders", "time_limit", "warm_start")
+        for name in (*search, "port", "start_timeout", "stall_timeout", "model_name"):
             settings.pop(name)
+        if self.engine == "server":
+            settings["model"] = self.launch_model  # a checkpoint, not only a shape
         settings["trace"] = None if self.trace is None else self.trace.name
         # The default is what a study of before this setting had.
         settings["search"] = None if self.searched == ("token_budget",) else ",".join(sorted(self.searched))

@@ -137,6 +137,8 @@ def print_recommendation(console: Console, recommendation: Recommendation, folde
     console.print()
     for server, command in recommendation.launch_commands().items():
         console.print(f"{server}: {command}", soft_wrap=True, highlight=False, markup=False)
+    if recommendation.launch_notice is not None:
+        console.print(recommendation.launch_notice, soft_wrap=True, highlight=False, markup=False)
     console.print(f"report: {folder}/report.html", soft_wrap=True, highlight=False, markup=False)
 
 

@@ -16,8 +16,9 @@ from ..engine.modelled.pipeline import AnyModelled, Link, ModelledPipeline
 from ..engine.server.engine import Target
 from ..engine.torch_executor import TorchExecutor
 from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, SystemSpec, list_systems, system_spec
-from .config import HOST_DEVICES, TuneConfig
+from .config import TuneConfig
 from .profiles import list_profiles, profile_executor
+from .words import check_system, fitting_systems
 
 DEFAULT_DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 
@@ -58,9 +59,11 @@ def _system_device(system: SystemInfo) -> DeviceInfo:
         for framework, versions in system.frameworks.items()
         for version, dtypes in versions.items()
     )
+    gpu = system.system.split("_")[0]
+    called = f"; {gpu} means it" if gpu != system.system and fitting_systems(gpu) == [system.system] else ""
     return DeviceInfo(
         name=system.system,
-        description=f"{spec.memory_bytes / 1e9:.0f} GB, {spec.bandwidth_bytes_per_s / 1e12:.2f} TB/s",
+        description=f"{spec.memory_bytes / 1e9:.0f} GB, {spec.bandwidth_bytes_per_s / 1e12:.2f} TB/s{called}",
         source="table" if system.measured else "specification",
         available=system.measured,
         kernels=kernels,
@@ -171,15 +174,8 @@ def modelled_kernels(config: TuneConfig) -> str:
 
     Raises ValueError for a system that there is not, SiliconError when nothing was measured on it.
     """
-    try:
-        systems = {system.system: system for system in list_systems()}
-    except SiliconError as error:
-        hosts = ", ".join(HOST_DEVICES)
-        raise ValueError(f"device={config.device!r}: must be one of {hosts}, or a modelled one, but {error}") from None
-    if config.device not in systems:
-        names = ", ".join((*HOST_DEVICES, *systems))
-        raise ValueError(f"device={config.device!r}: must be one of {names}")
-    measured = systems[config.device].frameworks
+    check_system(config.device)
+    measured = next(system.frameworks for system in list_systems() if system.system == config.device)
     if config.kernels is None and not measured:
         raise SiliconError(f"nothing was measured on {config.device}: there is only its data sheet")
     return config.kernels or next(framework for framework in FRAMEWORKS if framework in measured)

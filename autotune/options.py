@@ -29,19 +29,16 @@ def _by_device(name: str, more: str = "") -> str:
 
 OPTIONS: dict[str, object] = {
     "model": Annotated[
-        str,
-        typer.Option(
-            help="Preset name or its hub id (meta-llama/Llama-3.1-8B-Instruct), or a Hugging Face folder (config.json "
-            "and safetensors)."
-        ),
+        str, typer.Option(help="Preset name, its Hugging Face hub id, or a folder (config.json and safetensors).")
     ],
     "model_name": Annotated[
-        str | None, typer.Option(help="Name of the model in the launch lines. Default: its hub id, or --model.")
+        str | None,
+        typer.Option(help="The model's name in launch lines. Default: its hub id, or the folder."),
     ],
     "device": Annotated[
         str,
         typer.Option(
-            help="auto (CUDA if there is one), cpu or cuda; or one that is modelled, such as h200_sxm or the .json "
+            help="auto (CUDA if there is one), cpu or cuda; or one that is modelled, such as H200 or the .json "
             "file of a profile: see `tilebudget devices`."
         ),
     ],
@@ -194,6 +191,7 @@ OPTIONS: dict[str, object] = {
 
 DEVICE = (
     "model",
+    "model_name",
     "device",
     "kernels",
     "dtype",
@@ -216,7 +214,6 @@ SERVER = (
     "stall_timeout",
 )
 STUDY = (
-    "model_name",
     "search",
     "objective",
     "indifference",
@@ -233,6 +230,52 @@ STUDY = (
     "repeats",
     "warm_start",
 )
+
+#: The groups in the help of ``tune`` and ``run``, of these options and of those that the commands have besides.
+GROUPS = {
+    "Common": (
+        "model",
+        "device",
+        "dtype",
+        "tensor_parallel",
+        "token_budget",
+        "trace",
+        "workload",
+        "qps",
+        "tbt_slo",
+        "objective",
+        "max_num_seqs",
+    ),
+    "Model": ("model_name", "max_model_len"),
+    "Device": ("kernels", "num_threads", "block_size", "num_kv_blocks"),
+    "Traffic": ("num_requests", "arrivals", "overlong", "prompts"),
+    "Limits": ("ttft_slo", "e2e_slo", "min_budget", "max_budget", "indifference"),
+    "Search": (
+        "search",
+        "policy",
+        "num_trials",
+        "max_concurrent",
+        "workers",
+        "time_limit",
+        "num_contenders",
+        "repeats",
+        "seed",
+        "warm_start",
+        "storage",
+        "study",
+    ),
+    "Server": SERVER,
+    "Pipeline": (
+        "pipeline_parallel",
+        "pipeline_split",
+        "pipeline_link",
+        "pipeline_stages",
+        "yardstick",
+        "yardstick_gpus",
+        "yardstick_split",
+    ),
+    "Output": ("run_dir", "as_json", "help"),
+}
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

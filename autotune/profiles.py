@@ -18,9 +18,10 @@ from ..kernels.latency import LatencyTable
 from ..kernels.latency_file import LatencyFileError, load_table
 from ..kernels.sweep import Sweep
 from ..kernels.tile_report import TileAnalysis, analyse
-from .config import PROFILE_SUFFIX, TuneConfig
+from .config import TuneConfig
 from .recommendation.recommendation import model_key
 from .recommendation.store import store_dir
+from .words import PROFILE_SUFFIX
 
 #: Largest batch to measure where none is named.
 DEFAULT_MAX_TOKENS = {"cpu": 2048, "cuda": 8192}

@@ -96,7 +96,7 @@ def check_server_study(config: TuneConfig) -> None:
 
 def _command_line(config: TuneConfig) -> CommandLine:
     if config.server_command is not None:
-        return template_command(config.server_command, model=config.model)
+        return template_command(config.server_command, model=config.launch_model)
     server = str(config.server)
 
     def preset(engine_config: EngineConfig, port: int) -> str:
@@ -107,11 +107,13 @@ def _command_line(config: TuneConfig) -> CommandLine:
             dtype=config.dtype,
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
+            block_size=config.block_size,
+            num_kv_blocks=config.num_kv_blocks,
         )
         arguments: dict[str, Argument] = {**exports.SERVER_ARGS[server](settings), "port": port}
         if server == "sglang":
             arguments["enable_metrics"] = True
-        return f"{exports.launch_line(server, config.model, arguments)} {config.server_args}".rstrip()
+        return f"{exports.launch_line(server, config.launch_model, arguments)} {config.server_args}".rstrip()
 
     return preset
 
@@ -131,7 +133,7 @@ def _describe(config: TuneConfig) -> dict[str, str | int | float]:
     facts: dict[str, str | int | float] = {
         "device": kind if config.device == "auto" else config.device,
         "device_name": name,
-        "model": config.model,
+        "model": config.launch_model,
         "dtype": config.dtype,
     }
     if uuid is not None:

@@ -11,13 +11,16 @@ import torch
 from ..engine.device import DTYPES
 from ..engine.model.hf_config import resolve_model
 from ..kernels.config_map import MEASURED_TOKENS, ConfigMap, measured_map, predicted_map
+from ..kernels.errors import did_you_mean
 from ..kernels.gpus import device_limits
 from ..kernels.measure import GEMM_KERNELS, measure_gemms, token_grid
 from ..kernels.model_shape import ModelShape
+from ..kernels.silicon import DTYPES as SILICON_DTYPES
 from ..kernels.silicon import FRAMEWORKS, Silicon
 from ..kernels.sweep import read_sweeps
 from ..kernels.tile_report import TileAnalysis, WaveContext, analyse
 from .devices import DEFAULT_DTYPES, resolve_device
+from .words import HOST_DEVICES, check_system, device_word, dtype_word
 
 #: Largest token count that is measured on a device here.
 MAX_MEASURED_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -56,14 +59,17 @@ def analyse_device(
     config, _ = resolve_model(model)
     shape = config.shape
     shape.check_degree(tensor_parallel)
-    if device in ("auto", "cpu", "cuda"):
+    device, dtype = device_word(device), dtype_word(dtype)
+    if device in HOST_DEVICES:
         name = resolve_device(device)
         kernel = kernels or "torch"
         if kernel not in GEMM_KERNELS:
-            raise ValueError(f"kernels={kernel!r}: must be one of {', '.join(GEMM_KERNELS)} on {name}")
+            near = did_you_mean(kernel, GEMM_KERNELS)
+            raise ValueError(f"kernels={kernel!r}: must be one of {', '.join(GEMM_KERNELS)} on {name}{near}")
         dtype_name = DEFAULT_DTYPES[name] if dtype == "auto" else dtype
         if dtype_name not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)} on {name}")
+            near = did_you_mean(dtype, DTYPES)
+            raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)} on {name}{near}")
         sweeps = measure_gemms(
             shape,
             tokens=token_grid(max_tokens or MAX_MEASURED_TOKENS[name]),
@@ -75,8 +81,15 @@ def analyse_device(
             on_done=on_done,
         )
     else:
+        check_system(device)
         kernel = kernels or FRAMEWORKS[0]
+        if kernel not in FRAMEWORKS:
+            near = did_you_mean(kernel, FRAMEWORKS)
+            raise ValueError(f"kernels={kernel!r}: must be one of {', '.join(FRAMEWORKS)} on {device}{near}")
         name, dtype_name = device, "bf16" if dtype == "auto" else dtype
+        if dtype_name not in SILICON_DTYPES:
+            near = did_you_mean(dtype, SILICON_DTYPES)
+            raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(SILICON_DTYPES)} on {device}{near}")
         silicon = Silicon.open(name, kernel)
         kernel = f"{silicon.framework} {silicon.version}"
         sweeps = [
@@ -114,6 +127,7 @@ def predict_configs(
     Raises ValueError for a device whose limits are not known, or a dtype or degree that does not fit.
     """
     config, _ = resolve_model(model)
+    device, dtype = device_word(device), dtype_word(dtype)
     dtype_name = "bf16" if dtype == "auto" else dtype
     return predicted_map(
         config.shape,

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .errors import did_you_mean
+
 KIB = 1024
 
 
@@ -125,8 +127,8 @@ def device_limits(name: str) -> DeviceLimits:
     """
     found = DEVICES.get(REPRESENTATIVE.get(name, name))
     if found is None:
-        known = ", ".join([*DEVICES, *REPRESENTATIVE])
-        raise ValueError(f"device={name!r}: must be one of {known}")
+        known = [*DEVICES, *REPRESENTATIVE]
+        raise ValueError(f"device={name!r}: must be one of {', '.join(known)}{did_you_mean(name, known)}")
     return found
 
 

@@ -33,13 +33,13 @@ class ModelShape:
         """ValueError where this degree does not divide the heads, or neither divides nor is divided by the KV heads."""
         if tensor_parallel < 1 or self.num_heads % tensor_parallel or self.intermediate % tensor_parallel:
             raise ValueError(
-                f"tensor_parallel is {tensor_parallel}: it must divide num_heads={self.num_heads} and "
-                f"intermediate={self.intermediate}"
+                f"tensor_parallel={tensor_parallel}: must divide the {self.num_heads} heads and the MLP's width of "
+                f"{self.intermediate}"
             )
         if self.num_kv_heads % tensor_parallel and tensor_parallel % self.num_kv_heads:
             raise ValueError(
-                f"tensor_parallel is {tensor_parallel}: it must divide num_kv_heads={self.num_kv_heads}, or be a "
-                "multiple of it (KV heads are then replicated)"
+                f"tensor_parallel={tensor_parallel}: must divide the {self.num_kv_heads} KV heads, or be a multiple of "
+                "their number (they are then replicated)"
             )
 
     def kv_heads_per_gpu(self, tensor_parallel: int) -> int:

@@ -21,13 +21,22 @@ VLLM_FIXED = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quanti
 #: The policy that no chunked prefill stands for.
 PREFILL_FIRST = "vllm_v0"
 
+#: Engine arguments of vLLM that stay as they are where they are set: the budget holds within them too.
+VLLM_KEPT = ("max_model_len", "enable_prefix_caching")
+
 TRTLLM_TOKENS_PER_BLOCK = 64
-VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+VLLM_BLOCK_SIZE = 16
+#: fp8 is a quantization of the weights (``_quantization``); what runs between the linear layers is bf16.
+VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What a recommendation fixes, in our words; every export translates these."""
+    """What a recommendation fixes, in our words; every export translates these.
+
+    ``block_size``: tokens per KV block. ``num_kv_blocks``: those that were asked for, None where free memory decides.
+    No prefix is shared between requests, so every export turns that off where a flag does.
+    """
 
     token_budget: int
     max_num_seqs: int
@@ -36,6 +45,8 @@ class ServerSettings:
     tensor_parallel: int
     pipeline_parallel: int
     policy: str = "sarathi"
+    block_size: int = VLLM_BLOCK_SIZE
+    num_kv_blocks: int | None = None
 
 
 def has(server: str, policy: str) -> bool:
@@ -63,7 +74,10 @@ def vllm_args(settings: ServerSettings) -> dict[str, Argument]:
         "tensor_parallel_size": settings.tensor_parallel,
         "pipeline_parallel_size": settings.pipeline_parallel,
         "enable_chunked_prefill": True,
+        "enable_prefix_caching": False,
         **_quantization(settings.dtype),
+        **({} if settings.block_size == VLLM_BLOCK_SIZE else {"block_size": settings.block_size}),
+        **({} if settings.num_kv_blocks is None else {"num_gpu_blocks_override": settings.num_kv_blocks}),
     }
 
 
@@ -91,19 +105,30 @@ def sglang_args(settings: ServerSettings, *, page_size: int = 1) -> dict[str, Ar
         "dtype": VLLM_DTYPES.get(settings.dtype, "auto"),
         "tp_size": settings.tensor_parallel,
         "pp_size": settings.pipeline_parallel,
+        "disable_radix_cache": True,
         **_quantization(settings.dtype),
+        **_sglang_pool(settings),
     }
 
 
+def _sglang_pool(settings: ServerSettings) -> dict[str, Argument]:
+    """SGLang counts its KV pool in tokens."""
+    if settings.num_kv_blocks is None:
+        return {}
+    return {"max_total_tokens": settings.num_kv_blocks * settings.block_size}
+
+
 def _quantization(dtype: str) -> dict[str, Argument]:
-    """vLLM and SGLang take fp8 as a quantization of the weights, not as a dtype."""
-    return {"quantization": "fp8"} if dtype == "fp8" else {}
+    """vLLM and SGLang take fp8 as a quantization of the weights, not as a dtype; the KV cache stays bf16, which an fp8
+    checkpoint may have otherwise."""
+    return {"quantization": "fp8", "kv_cache_dtype": "bfloat16"} if dtype == "fp8" else {}
 
 
 def trtllm_args(settings: ServerSettings) -> dict[str, Argument]:
     """Options of ``trtllm-serve``; the budget is rounded down to a multiple of 64 (tokens_per_block) where it has one.
 
-    The dtype is the checkpoint's. A budget that rounding would bring below ``max_num_seqs`` stays as it is.
+    Dtype and quantization are the checkpoint's, and only a configuration file turns off its reuse of KV blocks. A
+    budget that rounding would bring below ``max_num_seqs`` stays as it is.
     """
     _check_policy("trtllm", settings)
     rounded = settings.token_budget // TRTLLM_TOKENS_PER_BLOCK * TRTLLM_TOKENS_PER_BLOCK
@@ -159,18 +184,17 @@ def launch_line(server: str, model: str, arguments: Mapping[str, Argument]) -> s
 
 
 def to_words(arguments: Mapping[str, Argument], *, separator: str = "-") -> list[str]:
-    """Arguments as the words of a command line; a true flag stands alone, a false one is left out.
+    """Arguments as the words of a command line; a true flag stands alone, a false one is its ``--no-`` form.
 
-    >>> to_words({"max_num_seqs": 128, "enable_chunked_prefill": True})
-    ['--max-num-seqs', '128', '--enable-chunked-prefill']
+    >>> to_words({"max_num_seqs": 128, "enable_chunked_prefill": True, "enable_prefix_caching": False})
+    ['--max-num-seqs', '128', '--enable-chunked-prefill', '--no-enable-prefix-caching']
     """
     words: list[str] = []
     for name, value in arguments.items():
-        flag = "--" + name.replace("_", separator)
-        if value is True:
-            words.append(flag)
-        elif value is not False:
-            words += [flag, str(value)]
+        flag = ("no_" if value is False else "") + name
+        words.append("--" + flag.replace("_", separator))
+        if not isinstance(value, bool):
+            words.append(str(value))
     return words
 
 
@@ -198,14 +222,18 @@ def to_environment(arguments: Mapping[str, Argument]) -> str:
 
 
 def to_vllm_yaml(model: str, arguments: Mapping[str, Argument]) -> str:
-    """The file of ``vllm serve --config FILE``: flags without their dashes.
+    """The file of ``vllm serve --config FILE``: flags without their dashes. vLLM reads over what is false in it, so a
+    false flag is its true ``no-`` form.
 
-    >>> print(to_vllm_yaml("llama", {"max_num_seqs": 128, "enable_chunked_prefill": True}))
+    >>> print(to_vllm_yaml("llama", {"max_num_seqs": 128, "enable_prefix_caching": False}))
     model: "llama"
     max-num-seqs: 128
-    enable-chunked-prefill: true
+    no-enable-prefix-caching: true
     """
-    rows: dict[str, Argument] = {"model": model, **{name.replace("_", "-"): value for name, value in arguments.items()}}
+    rows: dict[str, Argument] = {"model": model}
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        rows |= {f"no-{flag}": True} if value is False else {flag: value}
     # A JSON scalar is a YAML scalar.
     return "\n".join(f"{name}: {json.dumps(value)}" for name, value in rows.items())
 
@@ -233,8 +261,8 @@ def apply_arguments(target: object, arguments: Mapping[str, Argument]) -> list[s
     """Set ``arguments`` on ``target`` (a mapping, or an object with attributes of these names) and return what differs.
 
     Those of ``VLLM_FIXED`` are compared; where ``target`` has them unset (absent, None, ``auto``) they are set too.
-    ``max_model_len`` is left as it is where it is set. When something differs nothing is changed. Raises ValueError
-    for an object that lacks one of the attributes.
+    Those of ``VLLM_KEPT`` are left as they are where they are set. When something differs nothing is changed. Raises
+    ValueError for an object that lacks one of the attributes.
     """
     if isinstance(target, MutableMapping):
         present = {name: target.get(name) for name in (*arguments, *VLLM_FIXED)}
@@ -253,7 +281,7 @@ def apply_arguments(target: object, arguments: Mapping[str, Argument]) -> list[s
     if differing:
         return differing
     for name, value in arguments.items():
-        if name == "max_model_len" and present[name] is not None:
+        if name in VLLM_KEPT and present[name] is not None:
             continue
         if isinstance(target, MutableMapping):
             target[name] = value

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TypeVar
 
-from ...engine.model.config import hub_id, preset_name
-from ...kernels.errors import TileBudgetError
+from ...engine.model.config import preset_name
+from ...engine.model.hf_config import launch_name
+from ...kernels.errors import TileBudgetError, did_you_mean
 from . import exports
 from .exports import Argument
 from .schema import SCHEMA_VERSION, decode, migrate
@@ -43,8 +44,7 @@ class Key:
 
 
 def model_key(model: str | Path) -> str:
-    """The model's name in a key: a preset's for its name and its hub ids, a folder's own name, anything else as it
-    is."""
+    """The model's name in a key: a folder's own name, a preset's for its hub ids, anything else as it is."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else preset_name(str(model)) or str(model)
 
@@ -79,9 +79,9 @@ class SLOInfo:
 class EngineSettings:
     """The engine settings under which the budget was found; they belong to the recommendation.
 
-    ``model`` is what was given: a name or a folder's path (the key holds the folder's name alone); ``model_name`` is
-    what servers are to load instead, where that was given. ``num_kv_blocks`` is
-    None where a server sized its cache itself.
+    ``model`` is a preset's name, or what was given: a name or a folder's path (the key holds the folder's name alone).
+    ``num_kv_blocks`` is None where a server sized its cache itself; ``kv_blocks_fixed`` says that the number was asked
+    for, not read off free memory. ``model_name`` is the name for a launch line; None is that of ``launch_name``.
     """
 
     model: str
@@ -90,13 +90,8 @@ class EngineSettings:
     max_model_len: int
     block_size: int
     num_kv_blocks: int | None
+    kv_blocks_fixed: bool = False
     model_name: str | None = None
-
-    @property
-    def served_name(self) -> str:
-        """What a server is told to load: the name that was given for this, else the hub id of the model, else the model
-        as it was given."""
-        return self.model_name or hub_id(self.model) or self.model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +163,7 @@ class Recommendation:
     512
     >>> print(rec.export("sglang", page_size=64))
     --chunked-prefill-size 384 --enable-mixed-chunk --page-size 64 --max-running-requests 128 --context-length 8192 \
---dtype bfloat16 --tp-size 2 --pp-size 1
+--dtype bfloat16 --tp-size 2 --pp-size 1 --disable-radix-cache
     >>> rec.apply_to({"model": "my-llama", "tensor_parallel_size": 2})["max_num_seqs"]
     128
     >>> rec.assert_matches(tensor_parallel=4)
@@ -215,6 +210,20 @@ class Recommendation:
             raise ValueError(f"bubble_metric={self.bubble_metric!r}: must be one of {', '.join(BUBBLE_METRICS)}")
 
     @property
+    def launch_model(self) -> str:
+        """The model in the launch lines: a hub id, a folder's path, or another name that was given."""
+        return self.engine.model_name or launch_name(self.engine.model)
+
+    @property
+    def launch_notice(self) -> str | None:
+        """Why no server can load ``launch_model``, where it is a preset that is on no hub; else None."""
+        if self.launch_model != preset_name(self.launch_model):
+            return None
+        return (
+            f"{self.launch_model} is a model of tilebudget's own, which no server can load; --model-name names another"
+        )
+
+    @property
     def bubble_stages(self) -> int:
         """The pipeline stages that ``bubble_metric`` is about."""
         stages = self.bubble_metric.removeprefix("bubble_fraction").removeprefix("_")
@@ -239,9 +248,10 @@ class Recommendation:
     def apply_to(self, engine_args: Target) -> Target:
         """Set the recommended arguments on vLLM's ``EngineArgs`` (or a namespace, or a dict) and return it.
 
-        Budget, sequences and chunked prefill are set; a model length only where none is. Parallel sizes, dtype and
-        quantization are what it was tuned for: RecommendationMismatchError, and no change, where ``engine_args`` says
-        something else. The model's name is not compared, for a checkpoint has many: that is ``assert_matches``.
+        Budget, sequences and chunked prefill are set; model length and prefix caching only where unset. Parallel
+        sizes, dtype and quantization are what it was tuned for: RecommendationMismatchError, and no change, where
+        ``engine_args`` says something else. The model's name is not compared, for a checkpoint has many: that is
+        ``assert_matches``.
         """
         differing = exports.apply_arguments(engine_args, self.vllm_args())
         if differing:
@@ -263,18 +273,19 @@ class Recommendation:
         if format_name == "env":
             return exports.to_environment(self.vllm_args())
         if format_name == "vllm-yaml":
-            return exports.to_vllm_yaml(self.engine.served_name, self.vllm_args())
+            return exports.to_vllm_yaml(self.launch_model, self.vllm_args())
         if format_name == "kubernetes":
-            words = [self.engine.served_name, *exports.to_words(self.vllm_args())]
+            words = [self.launch_model, *exports.to_words(self.vllm_args())]
             return exports.to_kubernetes_patch(["vllm", "serve"], words, container=container)
         if format_name == "json":
             return json.dumps(self.to_json(), indent=2)
-        raise ValueError(f"format={format_name!r}: must be one of {', '.join(FORMATS)}")
+        near = did_you_mean(format_name, FORMATS)
+        raise ValueError(f"format={format_name!r}: must be one of {', '.join(FORMATS)}{near}")
 
     def launch_commands(self) -> dict[str, str]:
         """The whole launch line of each server that has the policy; empty when there is no budget."""
         return {
-            server: exports.launch_line(server, self.engine.served_name, self._arguments(exports.SERVER_ARGS[server]))
+            server: exports.launch_line(server, self.launch_model, self._arguments(exports.SERVER_ARGS[server]))
             for server in self._servers()
         }
 
@@ -356,5 +367,7 @@ class Recommendation:
             dtype=self.key.dtype,
             tensor_parallel=self.key.tensor_parallel,
             pipeline_parallel=self.key.pipeline_parallel,
+            block_size=self.engine.block_size,
+            num_kv_blocks=self.engine.num_kv_blocks if self.engine.kv_blocks_fixed else None,
         )
         return export(settings)

@@ -43,7 +43,8 @@ def _from_1_3(data: Json) -> Json:
 
 
 def _from_1_4(data: Json) -> Json:
-    """1.5.0 adds TTFT and capacity, of the budget and of its alternatives, and the decision, which may be absent."""
+    """1.5.0 adds TTFT and capacity, of the budget and of its alternatives, the decision, and kv_blocks_fixed and
+    model_name of engine, which may be absent."""
     return {**data, "schema_version": "1.5.0"}
 
 

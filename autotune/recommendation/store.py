@@ -12,6 +12,7 @@ from math import log2
 from pathlib import Path
 
 from ...kernels.errors import TileBudgetError
+from ..words import device_word, dtype_word
 from .recommendation import Key, Recommendation, model_key
 
 
@@ -62,7 +63,8 @@ def load_recommendation(
     pipeline_parallel: int | None = None,
     allow_nearest: bool = False,
 ) -> Recommendation:
-    """Load a recommendation from a run folder, a JSON file, or the local store, by model name or by entry name.
+    """Load a recommendation from a run folder, a JSON file, or the local store, by model name (a preset's hub id
+    is its name) or by entry name.
 
     What is given besides is checked: a path or an entry with another key raises RecommendationMismatchError, a store
     without a match RecommendationNotFoundError (listing what it has), several matches ValueError naming the keys that
@@ -72,6 +74,8 @@ def load_recommendation(
     """
     if not str(model):
         raise ValueError(f"model={str(model)!r}: must be a run folder, a JSON file, or a name in the store")
+    device = None if device is None else device_word(device)
+    dtype = None if dtype is None else dtype_word(dtype)
     wanted = {
         "device": device,
         "dtype": dtype,
@@ -87,7 +91,7 @@ def load_recommendation(
             )
             return recommendation
     stored = [Recommendation.load(file) for file in sorted(store_dir().glob("*.json"))]
-    same_model = [entry for entry in stored if entry.key.model == model_key(model)]
+    same_model = [entry for entry in stored if model_key(entry.key.model) == model_key(model)]
     given = {name: value for name, value in wanted.items() if value is not None}
     matches = [entry for entry in same_model if not _differing(entry.key, given)]
     asked = ", ".join(f"{name}={value}" for name, value in {"model": model, **given}.items())

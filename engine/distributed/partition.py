@@ -68,12 +68,13 @@ class Partition:
         config, degree = self.config, self.tensor_parallel
         if degree < 1:
             raise ValueError(f"tensor_parallel={degree}: must be at least 1")
-        for name in ("num_heads", "intermediate_size"):
-            if getattr(config, name) % degree:
-                raise ValueError(f"tensor_parallel={degree}: must divide {name}={getattr(config, name)}")
+        for size, what in ((config.num_heads, "heads"), (config.intermediate_size, "columns of the MLP")):
+            if size % degree:
+                raise ValueError(f"tensor_parallel={degree}: must divide the {size} {what}")
         if config.num_kv_heads % degree and degree % config.num_kv_heads:
             raise ValueError(
-                f"tensor_parallel={degree}: must divide num_kv_heads={config.num_kv_heads} or be a multiple of it"
+                f"tensor_parallel={degree}: must divide the {config.num_kv_heads} KV heads, or be a multiple of their "
+                "number"
             )
         if not self.stage_layers or min(self.stage_layers) < 1 or sum(self.stage_layers) != config.num_layers:
             raise ValueError(

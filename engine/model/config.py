@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...kernels.errors import did_you_mean
 from ...kernels.model_shape import ModelShape
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -115,15 +116,15 @@ class ModelConfig:
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
-        """The built-in architecture ``name``, or the one that the checkpoint of this hub id has; raises ValueError
-        listing the names that exist."""
-        found = preset_name(name)
-        if found is None:
+        """The built-in architecture ``name``, or that of a hub id; raises ValueError listing the names that exist."""
+        preset = preset_name(name)
+        if preset is None:
+            near = did_you_mean(name, _SPELLINGS.values())
             raise ValueError(
-                f"model={name!r}: must be a folder with a config.json, or one of {', '.join(PRESETS)}, or the hub id "
-                f"of one, such as {HUB_IDS['llama-3.1-8b'][0]}"
+                f"model={name!r}: must be a folder with a config.json, or one of {', '.join(PRESETS)}, "
+                f"or the hub id of one of these{near}"
             )
-        return PRESETS[found]
+        return PRESETS[preset]
 
 
 _LLAMA_3_1_ROPE = RopeConfig(
@@ -134,6 +135,45 @@ _LLAMA_3_1_ROPE = RopeConfig(
     high_freq_factor=4.0,
     original_max_position=8192,
 )
+
+#: The checkpoints on the Hugging Face hub whose config.json has the shape of a preset, in every field that
+#: ``ModelConfig`` has; the first is the default. Left out for other shapes: Mistral v0.1 and v0.2 (vocabulary, window),
+#: Yi-34B of 4K, Qwen2.5-7B and Qwen3-8B-Base (longest context). tiny-llama is ours and on no hub.
+HUB_IDS: dict[str, tuple[str, ...]] = {
+    "llama-2-7b": ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-chat-hf"),
+    "llama-2-70b": ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-2-70b-chat-hf"),
+    "llama-3.1-8b": (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-3.1-8B",
+        "meta-llama/Meta-Llama-3.1-8B-Instruct",
+        "meta-llama/Meta-Llama-3.1-8B",
+    ),
+    "llama-3.1-70b": (
+        "meta-llama/Llama-3.1-70B-Instruct",
+        "meta-llama/Llama-3.1-70B",
+        "meta-llama/Meta-Llama-3.1-70B-Instruct",
+        "meta-llama/Meta-Llama-3.1-70B",
+        "meta-llama/Llama-3.3-70B-Instruct",
+    ),
+    "mistral-7b": ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+    "yi-34b": ("01-ai/Yi-34B-200K",),
+    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct",),
+    "qwen3-8b": ("Qwen/Qwen3-8B",),
+    "falcon-180b": ("tiiuae/falcon-180B", "tiiuae/falcon-180B-chat"),
+}
+
+
+def preset_name(model: str) -> str | None:
+    """The preset that ``model`` names, by its own name or by a hub id, in any letter case; None where there is none."""
+    word = _SPELLINGS.get(model.lower())
+    return next((name for name in PRESETS if word in (name, *HUB_IDS.get(name, ()))), None)
+
+
+def hub_id(model: str) -> str | None:
+    """The hub id, in its own spelling, that ``model`` is, or else its preset's default; None where there is none."""
+    word = _SPELLINGS.get(model.lower())
+    return HUB_IDS.get(word, (None,))[0] if word in PRESETS else word
+
 
 #: Shapes as published in each model's config.json; with random weights the time is that of the real model.
 #: - tiny-llama is ours: it makes token budgets differ visibly on two CPU cores.
@@ -268,52 +308,5 @@ PRESETS: dict[str, ModelConfig] = {
     )
 }
 
-#: The checkpoints on the hub that have a preset's shapes, the one that is served where none was named first. tiny-llama
-#: has none. mistral-7b is v0.3 alone: v0.1 has a sliding window, and v0.2 another vocabulary.
-HUB_IDS: dict[str, tuple[str, ...]] = {
-    "llama-2-7b": ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
-    "llama-2-70b": ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-70b-hf"),
-    "llama-3.1-8b": (
-        "meta-llama/Llama-3.1-8B-Instruct",
-        "meta-llama/Llama-3.1-8B",
-        "meta-llama/Meta-Llama-3.1-8B-Instruct",
-        "meta-llama/Meta-Llama-3.1-8B",
-    ),
-    "llama-3.1-70b": (
-        "meta-llama/Llama-3.1-70B-Instruct",
-        "meta-llama/Llama-3.1-70B",
-        "meta-llama/Meta-Llama-3.1-70B-Instruct",
-        "meta-llama/Meta-Llama-3.1-70B",
-        "meta-llama/Llama-3.3-70B-Instruct",
-    ),
-    "mistral-7b": ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
-    "yi-34b": ("01-ai/Yi-34B-200K",),
-    "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
-    "qwen3-8b": ("Qwen/Qwen3-8B",),
-    "falcon-180b": ("tiiuae/falcon-180B-chat", "tiiuae/falcon-180B"),
-}
-
-_BY_HUB_ID = {hub_id.lower(): (preset, hub_id) for preset, hub_ids in HUB_IDS.items() for hub_id in hub_ids}
-
-
-def preset_name(model: str) -> str | None:
-    """The preset that ``model`` names: its own name or a hub id, in any case; None for anything else.
-
-    >>> preset_name("meta-llama/llama-3.1-8b-instruct")
-    'llama-3.1-8b'
-    """
-    name = model.lower()
-    if name in PRESETS:
-        return name
-    return _BY_HUB_ID[name][0] if name in _BY_HUB_ID else None
-
-
-def hub_id(model: str) -> str | None:
-    """What a server loads for ``model``: the hub id that it is, as the hub spells it, or the first one of the preset
-    that it names; None where it is neither, or the preset has none.
-
-    >>> hub_id("llama-3.1-8b"), hub_id("META-LLAMA/Llama-3.1-8B"), hub_id("tiny-llama")
-    ('meta-llama/Llama-3.1-8B-Instruct', 'meta-llama/Llama-3.1-8B', None)
-    """
-    name = model.lower()
-    return _BY_HUB_ID[name][1] if name in _BY_HUB_ID else next(iter(HUB_IDS.get(name, ())), None)
+#: Every name of a preset, in its own spelling, by the same in lower case.
+_SPELLINGS = {name.lower(): name for name in (*PRESETS, *(one for ids in HUB_IDS.values() for one in ids))}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from .config import PRESETS, ROPE_TYPES, ModelConfig, RopeConfig
+from .config import PRESETS, ROPE_TYPES, ModelConfig, RopeConfig, hub_id
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -45,6 +45,12 @@ def resolve_model(model: str | Path) -> tuple[ModelConfig, Path | None]:
     if Path(model).is_dir():
         return from_hf(model), Path(model)
     return ModelConfig.preset(str(model)), None
+
+
+def launch_name(model: str | Path) -> str:
+    """What a server loads ``model`` by: a preset's hub id, a folder's path, anything else as it is."""
+    given = str(model)
+    return given if given not in PRESETS and Path(given).is_dir() else hub_id(given) or given
 
 
 def _parse_hf(raw: Mapping[str, object], name: str) -> ModelConfig:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ...kernels.errors import did_you_mean
 from ..record import FloatArray, IntArray
 from ..request import Workload
 from .workload import RawRequests, assemble_workload
@@ -130,7 +131,8 @@ def preset_workload(
         lengths = _draw(PRESETS[text], num_requests, seed, fits)
         source = f"{PRESETS[text].source}, seed {seed}"
     else:
-        raise ValueError(f"workload={name!r}: must be one of {', '.join(PRESETS)}, or fixed:PROMPT:OUTPUT")
+        near = did_you_mean(text, PRESETS)
+        raise ValueError(f"workload={name!r}: must be one of {', '.join(PRESETS)}, or fixed:PROMPT:OUTPUT{near}")
     return assemble_workload(
         RawRequests(prompt_tokens=lengths[0].tolist(), output_tokens=lengths[1].tolist()),
         name=text,

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from tilebudget.autotune import cli
+from tilebudget.autotune.config import TuneConfig
+from tilebudget.autotune.help import COMMANDS
+from tilebudget.autotune.options import GROUPS
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -103,30 +109,30 @@ def test_run_without_json_prints_one_figure_a_line(tilebudget: Run, prompts: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tune", "--tbt-slo", "fast"], "--tbt-slo='fast': must be strict, relaxed, or a positive duration"),
-        (["tune", "--policy", "fifo"], "--policy='fifo': must be one of faster_transformer, orca"),
-        (["tune", "--search", "policy"], "--search='policy': must name token_budget and, on request, max_num_seqs"),
-        (["tune", "--num-requests", "0"], "--num-requests=0: must be at least 1"),
-        (["tune", "--min-budget", "4"], "--min-budget=4: must be at least max_num_seqs=8"),
-        (["tune", "--device", "tpu"], "--device='tpu': must be one of auto, cpu, cuda"),
+        (["tune", "--tbt-slo", "fast"], "--tbt-slo 'fast': must be strict, relaxed, or a positive duration"),
+        (["tune", "--policy", "fifo"], "--policy 'fifo': must be one of faster_transformer, orca"),
+        (["tune", "--search", "policy"], "--search 'policy': must name 'token_budget' and, on request, 'max_num_seqs'"),
+        (["tune", "--num-requests", "0"], "--num-requests 0: must be at least 1"),
+        (["tune", "--min-budget", "4"], "--min-budget 4: must be at least --max-num-seqs 8"),
+        (["tune", "--device", "tpu"], "--device 'tpu': must be one of auto, cpu, cuda"),
         (["tune", "--model", "gpt-9"], "gpt-9"),
         (["tune", "--workload", "nope"], "nope"),
-        (["run", "--token-budget", "many"], "--token-budget='many': must be a whole number of tokens, or unlimited"),
+        (["run", "--token-budget", "many"], "--token-budget 'many': must be a whole number of tokens, or unlimited"),
         (
             ["run", "--token-budget", "64", "--max-num-seqs", "128"],
-            "--token-budget=64: must be at least max_num_seqs=128, or an iteration cannot hold every decode",
+            "--token-budget 64: must be at least --max-num-seqs 128, or an iteration cannot hold every decode",
         ),
         (["report", "nowhere"], "nowhere"),
         (["show", "nothing.json"], "nothing.json: no recommendation there"),
-        (["show"], "recommendation=None: name a run folder"),
-        (["profile", "--device", "h200_sxm"], "--device='h200_sxm': must be one of auto, cpu, cuda"),
-        (["profile", "--time-limit", "0"], "--time-limit=0.0: must be above 0"),
-        (["profile", "--out", "p.csv"], "--out='p.csv': must end in .json"),
-        (["profile", "--max-tokens", "4"], "--max-tokens=4: must be at least max_num_seqs=8"),
-        (["tune", "--device", "none.json"], "--device='none.json': there is no such profile"),
+        (["show"], "RECOMMENDATION: name a run folder"),
+        (["profile", "--device", "h200_sxm"], "--device 'h200_sxm': must be one of auto, cpu, cuda"),
+        (["profile", "--time-limit", "0"], "--time-limit 0.0: must be above 0"),
+        (["profile", "--out", "p.csv"], "--out 'p.csv': must end in .json"),
+        (["profile", "--max-tokens", "4"], "--max-tokens 4: must be at least --max-num-seqs 8"),
+        (["tune", "--device", "none.json"], "--device 'none.json': there is no such profile"),
         (["tune", "--num-trials", "three"], "--num-trials"),
         (["tune", "--no-such-flag"], "--no-such-flag"),
-        (["worker", "--storage", "x", "--wait-limit", "-1"], "--wait-limit=-1.0: must be above 0 seconds"),
+        (["worker", "--storage", "x", "--wait-limit", "-1"], "--wait-limit -1.0: must be above 0 seconds"),
         (["tune", "--trace", "."], "trace .: is not a file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -137,6 +143,91 @@ def test_bad_input_exits_2_and_names_flag_value_and_rule(tilebudget: Run, argume
     assert message in err
     assert "Traceback" not in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tune --device h20_sxm", "rtx_pro_6000_server; did you mean h200_sxm?"),
+        ("tune --device cuda:1", "--device 'cuda:1': must be cuda"),
+        ("tune --model llama-3.1-8", "; did you mean llama-3.1-8b?"),
+        ("tune --model meta-llama/Llama-3.1-8B-Instrct", "; did you mean meta-llama/Llama-3.1-8B-Instruct?"),
+        ("tune --policy sarathy", "; did you mean sarathi?"),
+        ("tune --workload azure-con", "; did you mean azure-conv?"),
+        ("tune --objective capasity", "; did you mean capacity?"),
+        ("tune --dtype bfloat61", "--dtype 'bfloat61': must be one of auto, fp32"),
+        ("tune --kernels vlm --device H100", "on --device 'h100_sxm'; did you mean vllm?"),
+        ("tune --server vlm --model x", "; did you mean vllm?"),
+        ("tune --tbt-slow 3", "--tbt-slow: there is no such option; did you mean --tbt-slo?"),
+        ("tiles --device h20_sxm", "; did you mean h200_sxm?"),
+        ("tiles --device h20_sxm --kernels triton", "; did you mean h200_sxm?"),
+        ("tiles --device H100 --kernels vlm", "; did you mean vllm?"),
+        (
+            "tune --device H100 --model llama-3.1-8b --tensor-parallel 3",
+            "--tensor-parallel 3: must divide the 32 heads",
+        ),
+        ("tune --tensor-parallel 3", "--tensor-parallel 3: must divide the 8 heads"),
+        (
+            "tune --device H100 --pipeline-parallel 2 --pipeline-split 1,2,3",
+            "the layers of --pipeline-parallel 2 stages",
+        ),
+        (
+            "tune --device H100 --pipeline-parallel 2 --pipeline-split 1,2",
+            "--pipeline-split (1, 2): must be at least one",
+        ),
+        ("tune --device H100 --dtype fp32", "--dtype 'fp32': must be one of bf16, fp8"),
+        ("tune --max-budget 4", "--max-budget 4: must be at least --min-budget 8"),
+        (
+            "tune --objective capacity --arrivals saturated",
+            "--arrivals 'saturated': --objective capacity needs poisson",
+        ),
+        ("tune --indifference 2", "--indifference '2': must be a share of at least 0 and below 1"),
+        ("tune --engine server", "exactly one of --server NAME, --command TEMPLATE and --base-url URL"),
+        ("tune --server-args x --command 'x {token_budget} {port}'", "--server-args 'x': needs --server NAME"),
+        ("tune --base-url http://127.0.0.1:1 --model x", "give it as both --min-budget and --max-budget"),
+        ("tune --server vllm --model x --start-timeout 0", "--start-timeout 0.0: must be above 0 seconds"),
+        ("tune --yardstick disaggregated --device cpu", "has --device 'cpu'"),
+        ("tiles --min-jump-pct 0", "--min-jump-pct 0.0: must be above 0"),
+        ("tiles --max-tokens 0", "--max-tokens 0: must be at least 1"),
+        ("compare one", "RUN_FOLDERS has 1"),
+        ("compare", "RUN_FOLDERS"),
+        ("worker", "Missing option '--storage'"),
+    ],
+)
+def test_errors_are_one_line_in_the_words_of_the_command_line(tilebudget: Run, line: str, message: str) -> None:
+    code, _, err = tilebudget(*shlex.split(line))
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert re.search(r"[a-z]+_[a-z_]+=", err) is None
+
+
+def test_help_is_in_groups_that_hold_every_option_and_fits_80_columns(
+    tilebudget: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tilebudget("tune", "--help")[1]
+    headings = [line.removesuffix(":") for line in out.splitlines() if re.fullmatch(r"[A-Z][a-z]+:", line)]
+    assert headings == list(GROUPS)
+    assert len(GROUPS["Common"]) == 11  # the ten of tune, and run's budget
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(set(grouped)) == len(grouped)
+    assert {field.name for field in fields(TuneConfig)} <= set(grouped)
+    assert max(map(len, out.splitlines())) <= 80
+    commands = tilebudget("--help")[1]
+    assert all(f"\n{group}:" in commands for group in COMMANDS)
+    assert {name for names in COMMANDS.values() for name in names} == set(re.findall(r"^  (\w+) ", commands, re.M)) - {
+        "Find"
+    }
+
+
+def test_what_the_user_wrote_is_not_translated() -> None:
+    assert cli.translate("command='x max_num_seqs=3 {port}': must {max_num_seqs}", "tune") == (
+        "--command 'x max_num_seqs=3 {port}': must {max_num_seqs}"
+    )
+    assert cli.translate("file max_num_seqs.csv: the model's max_num_seqs=8 is below 9", "tune") == (
+        "file max_num_seqs.csv: the model's --max-num-seqs 8 is below 9"
+    )
 
 
 def test_a_setting_that_is_refused_leaves_no_study_behind(tilebudget: Run, tmp_path: Path) -> None:

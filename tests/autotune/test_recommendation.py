@@ -155,6 +155,7 @@ class EngineArgs:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool | None = None
+    enable_prefix_caching: bool | None = None
 
 
 def test_apply_to_sets_what_shapes_an_iteration() -> None:
@@ -167,7 +168,9 @@ def test_apply_to_sets_what_shapes_an_iteration() -> None:
         max_num_seqs=128,
         max_num_batched_tokens=512,
         enable_chunked_prefill=True,
+        enable_prefix_caching=False,
     )
+    assert make().apply_to(EngineArgs(tensor_parallel_size=2, enable_prefix_caching=True)).enable_prefix_caching
 
 
 @pytest.mark.parametrize(
@@ -213,6 +216,7 @@ def test_vllm_arguments() -> None:
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 1,
         "enable_chunked_prefill": True,
+        "enable_prefix_caching": False,
     }
     assert make().export("vllm").startswith("--max-num-batched-tokens 512 --max-num-seqs 128 --max-model-len 8192 ")
 
@@ -254,7 +258,50 @@ def test_fp8_is_a_quantization_for_vllm_and_sglang() -> None:
     bf16 = replace(fp8, dtype="bf16")
     for arguments in (exports.vllm_args, exports.sglang_args):
         assert arguments(fp8)["quantization"] == "fp8"
-        assert "quantization" not in arguments(bf16)
+        assert arguments(fp8)["dtype"] == arguments(fp8)["kv_cache_dtype"] == "bfloat16"
+        assert not arguments(bf16).keys() & {"quantization", "kv_cache_dtype"}
+
+
+def with_engine(**changes: object) -> Recommendation:
+    return replace(make(), engine=replace(make().engine, **changes))  # type: ignore[arg-type]
+
+
+def test_launch_lines_carry_what_the_study_assumed_and_a_server_does_not() -> None:
+    fixed = with_engine(block_size=32, num_kv_blocks=1000, kv_blocks_fixed=True).launch_commands()
+    assert fixed["vllm"].endswith("--no-enable-prefix-caching --block-size 32 --num-gpu-blocks-override 1000")
+    assert fixed["sglang"].endswith("--disable-radix-cache --max-total-tokens 32000")
+    found = make().launch_commands()  # 9 blocks of 16, read off free memory
+    assert found["vllm"].endswith("--enable-chunked-prefill --no-enable-prefix-caching")
+    assert found["sglang"].endswith("--pp-size 1 --disable-radix-cache")
+    assert make().export("vllm-yaml").splitlines()[-1] == "no-enable-prefix-caching: true"
+    assert make().export("env").splitlines()[-1] == "ENABLE_PREFIX_CACHING=false"
+    assert '- "--no-enable-prefix-caching"' in make().export("kubernetes")
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ({}, "meta-llama/Llama-3.1-8B-Instruct"),
+        ({"model_name": "meta-llama/Llama-3.1-8B"}, "meta-llama/Llama-3.1-8B"),
+        ({"model_name": "my-org/my-llama"}, "my-org/my-llama"),
+        ({"model": "./my-llama"}, "./my-llama"),
+        ({"model": "tiny-llama"}, "tiny-llama"),
+    ],
+    ids=str,
+)
+def test_launch_lines_name_a_model_that_a_server_can_load(engine: dict[str, object], name: str) -> None:
+    recommendation = with_engine(**engine)
+    assert recommendation.launch_commands()["vllm"].startswith(f"vllm serve {name} --")
+    assert recommendation.export("vllm-yaml").startswith(f'model: "{name}"\n')
+    assert f'- "{name}"' in recommendation.export("kubernetes")
+    assert (recommendation.launch_notice is not None) == (name == "tiny-llama")
+
+
+def test_the_store_finds_a_model_by_its_hub_id_and_a_device_in_any_words() -> None:
+    save_recommendation(make(device="h100_sxm"))
+    for model in ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "META-LLAMA/meta-llama-3.1-8b"):
+        assert load_recommendation(model, device="H100", dtype="bfloat16").key.device == "h100_sxm"
+    load_recommendation("llama-3.1-8b").assert_matches(model="meta-llama/Llama-3.1-8B")
 
 
 def test_the_verdict_says_where_the_staircase_is_interpolated() -> None:

@@ -27,10 +27,10 @@ def test_a_file_of_schema_1_0_is_read_and_written_in_the_schema_of_today(tmp_pat
             **was,
             **dict.fromkeys(entry.keys() - newer - was.keys()),
         }
-    assert written["engine"] == {**old["engine"], "model_name": None}
-    # The launch lines are made anew: since 1.5 with the model's hub id, which a server can load.
+    assert written["engine"] == old["engine"] | {"kv_blocks_fixed": False, "model_name": None}
+    # The lines are made anew: since 1.5 with the model's hub id, which a server can load, and what the study assumed.
     assert written["launch"]["vllm"].startswith("vllm serve meta-llama/Llama-3.1-8B-Instruct ")
-    same = old.keys() - {"schema_version", "slo", "alternatives", "engine", "launch"}
+    same = old.keys() - {"schema_version", "slo", "alternatives", "engine", "launch", "flags"}
     assert {name: written[name] for name in same} == {name: old[name] for name in same}
     (tmp_path / "recommendation.json").write_text(json.dumps(written))
     assert Recommendation.load(tmp_path) == loaded

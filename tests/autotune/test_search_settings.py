@@ -142,8 +142,11 @@ def test_powers_of_two_below_the_setting_are_tried(max_num_seqs: int, tried: tup
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"search": "max_num_seqs"}, r"search='max_num_seqs': must name token_budget and, on request, max_num_seqs"),
-        ({"search": "token_budget,block_size"}, r"search='token_budget,block_size': must name token_budget"),
+        (
+            {"search": "max_num_seqs"},
+            r"search='max_num_seqs': must name 'token_budget' and, on request, 'max_num_seqs'",
+        ),
+        ({"search": "token_budget,block_size"}, r"search='token_budget,block_size': must name 'token_budget'"),
         ({"search": "token_budget,policy,policy"}, r"search='token_budget,policy,policy': .* each once"),
         ({"search": SEARCH, "policy": "orca"}, r"search=.*: policy='orca' heeds no token budget"),
         ({"search": SEARCH, "model": "m", "server": "vllm"}, r"search=.*: a server has its own policy"),

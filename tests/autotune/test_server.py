@@ -155,9 +155,9 @@ def test_prompts_take_the_vocabulary_of_a_model_that_is_known(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "server"}, "engine='server': needs exactly one of server, command and base_url"),
+        ({"engine": "server"}, "engine='server': needs exactly one of server=NAME, command=TEMPLATE and base_url=URL"),
         ({"engine": "client"}, "engine='client': must be one of builtin, server"),
-        ({"engine": "builtin", "server": "vllm"}, "server='vllm': is for engine=server alone"),
+        ({"engine": "builtin", "server": "vllm"}, "server='vllm': is for engine='server' alone"),
         ({"server": "vllm", "base_url": "http://x"}, "needs exactly one of"),
         ({"server": "llama.cpp", "model": "m"}, r"server='llama\.cpp': must be one of vllm, sglang, trtllm"),
         ({"server": "vllm"}, "model='tiny-llama': name the model that the server serves"),

@@ -43,7 +43,7 @@ def test_the_cpu_is_measured() -> None:
     [
         ({"kernels": "vllm"}, "kernels='vllm': must be one of torch, triton on cpu"),
         ({"dtype": "fp8"}, "dtype='fp8': must be one of fp32, bf16, fp16 on cpu"),
-        ({"tensor_parallel": 3}, "tensor_parallel is 3: it must divide num_heads"),
+        ({"tensor_parallel": 3}, "tensor_parallel=3: must divide the 8 heads"),
     ],
     ids=lambda value: str(value),
 )

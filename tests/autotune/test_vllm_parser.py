@@ -60,7 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, objec
     (container,) = patch["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["vllm", "serve"]
     forms = {
-        "flags": [recommendation.engine.model, *recommendation.export("vllm").split()],
+        "flags": [recommendation.launch_model, *recommendation.export("vllm").split()],
         "launch": recommendation.launch_commands()["vllm"].split()[2:],
         "yaml": ["--config", str(config)],
         "kubernetes": container["args"],

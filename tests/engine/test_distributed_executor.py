@@ -174,7 +174,7 @@ def test_tensor_parallel_ranks_generate_what_transformers_does(reference: Callab
         ({"pipeline_parallel": 2, "kernels": "vllm"}, r"kernels='vllm': must be one of"),
         ({"pipeline_parallel": 2, "num_threads": 0}, r"num_threads=0: must be at least 1"),
         ({"pipeline_parallel": 5}, r"pipeline_parallel=5: must be from 1 to the model's 4 layers"),
-        ({"tensor_parallel": 3}, r"tensor_parallel=3: must divide num_heads=8"),
+        ({"tensor_parallel": 3}, r"tensor_parallel=3: must divide the 8 heads"),
         ({}, r"must be at least 2 processes"),
     ],
 )

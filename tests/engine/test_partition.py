@@ -38,7 +38,7 @@ def test_even_layers(num_layers: int, num_stages: int, expected: tuple[int, ...]
         ({"pipeline_parallel": 5}, r"pipeline_parallel=5: must be from 1 to the model's 4 layers"),
         ({"pipeline_parallel": 0}, r"pipeline_parallel=0: must be"),
         ({"tensor_parallel": 0}, r"tensor_parallel=0: must be at least 1"),
-        ({"tensor_parallel": 3}, r"tensor_parallel=3: must divide num_heads=8"),
+        ({"tensor_parallel": 3}, r"tensor_parallel=3: must divide the 8 heads"),
         ({"pipeline_parallel": 2, "stage_layers": (3, 2)}, r"stage_layers=\(3, 2\): must be at least one layer"),
         ({"pipeline_parallel": 2, "stage_layers": (4, 0)}, r"stage_layers=\(4, 0\)"),
         ({"pipeline_parallel": 2, "stage_layers": (4,)}, r"must name the layers of 2 stages"),
@@ -51,7 +51,9 @@ def test_a_cut_that_cannot_be_is_refused(settings: dict[str, Any], match: str) -
 
 def test_kv_heads_that_neither_divide_nor_repeat_are_refused() -> None:
     config = replace(PRESETS["tiny-llama"], num_heads=12, num_kv_heads=4)
-    with pytest.raises(ValueError, match=r"tensor_parallel=6: must divide num_kv_heads=4 or be a multiple of it"):
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel=6: must divide the 4 KV heads, or be a multiple of their number"
+    ):
         Partition.of(replace(config, intermediate_size=720), tensor_parallel=6)
 
 

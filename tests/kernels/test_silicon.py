@@ -128,7 +128,7 @@ def test_gemm_shapes_of_a_shard() -> None:
     assert LLAMA_8B.gemms(4)["attn_pre_proj"] == (1536, 4096)
     assert LLAMA_8B.gemms(16)["attn_pre_proj"] == ((2 + 2) * 128, 4096)  # KV heads are replicated
     assert LLAMA_8B.logits_gemm(8) == (16032, 4096)
-    with pytest.raises(ValueError, match="tensor_parallel is 3: it must divide num_heads=32"):
+    with pytest.raises(ValueError, match="tensor_parallel=3: must divide the 32 heads"):
         LLAMA_8B.gemms(3)
     with pytest.raises(ValueError, match="hidden is 0"):
         ModelShape(num_layers=1, hidden=0, num_heads=1, num_kv_heads=1, head_dim=64, intermediate=64, vocab_size=100)

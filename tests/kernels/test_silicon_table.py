@@ -169,7 +169,7 @@ def test_missing_tables_are_said(toy: Silicon) -> None:
         silicon_table(toy, odd, "bf16")
     with pytest.raises(SiliconError, match="no fp8 GEMM table"):
         silicon_table(toy, TOY, "fp8")
-    with pytest.raises(ValueError, match="tensor_parallel is 3"):
+    with pytest.raises(ValueError, match="tensor_parallel=3: must divide"):
         silicon_table(toy, TOY, "bf16", 3)
 
 
