@@ -55,9 +55,12 @@ class Problem:
 
     @property
     def rate_rps(self) -> float:
-        """Requests per second of ``workload``, mean over its arrivals. 1 where they are drawn for want of a rate of
-        their own (``own_rate`` is False)."""
-        return mean_rate(self.workload) if self.own_rate and not self.workload.saturated else 1.0
+        """Requests per second of ``workload``, mean over its arrivals. 1 where the requests have no rate of their own
+        (``own_rate`` is False): they are all there at once, or drawn at that rate."""
+        return self._rate_of(self.workload)
+
+    def _rate_of(self, workload: Workload) -> float:
+        return mean_rate(workload) if self.own_rate else 1.0
 
     @property
     def variance_metric(self) -> str:
@@ -92,16 +95,15 @@ class Problem:
     ) -> TrialRunner:
         """What runs the trials; ``predictions`` are the latency model's, by budget. Another ``engine``, other requests
         or another SLO take the place of the study's where they are given."""
+        served = workload or self.workload
         return TrialRunner(
             engine or engine_on(self.executor),
-            workload or self.workload,
+            served,
             self.engine_config,
             slo or self.slo,
             predictions,
             self.objective,
-            rate_rps=self.rate_rps
-            if workload is None or workload.saturated or not self.own_rate
-            else mean_rate(workload),
+            rate_rps=self._rate_of(served),
             own_rate=self.own_rate,
         )
 
@@ -272,12 +274,13 @@ def _measured_kernel(kernels: str | None) -> str | None:
 
 def state_problem(config: TuneConfig, executor: Target, workload: Workload, facts: DeviceFacts) -> Problem:
     """Everything that the runs of the study share."""
-    # Capacity asked for by name, of requests that are all there at once: they get arrivals, at no rate of their own.
-    own_rate = config.objective != "capacity" or not workload.saturated
+    own_rate = not workload.saturated
+    # Capacity asked for by name, of requests that are all there at once: they get arrivals.
+    arriving = unit_rate(config, workload) if config.objective == "capacity" and not own_rate else workload
     return Problem(
         config=config,
         executor=executor,
-        workload=workload if own_rate else unit_rate(config, workload),
+        workload=arriving,
         own_rate=own_rate,
         engine_config=make_engine_config(config, executor, facts.num_kv_blocks, facts.token_costs),
         slo=resolve_slo(

@@ -104,7 +104,7 @@ def recommend(
         sensitivity=sensitivity,
         bubble_metric=problem.variance_metric,
         objective_note=problem.objective_note,
-        own_rate_rps=problem.rate_rps if problem.own_rate and not problem.workload.saturated else None,
+        own_rate_rps=problem.rate_rps if problem.own_rate else None,
         ttft_p99_s=_figure(best, "ttft_p99_ms", 1e-3),
         capacity_rps=_figure(best, "capacity_qps"),
         decision=_decision(choice, problem.objective),

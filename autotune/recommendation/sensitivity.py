@@ -1,8 +1,8 @@
 """What it would take to change the recommendation: SLO, load, prompts and outputs 20% up and down, doubled and halved.
 
-On a modelled device the study's budgets near the recommended one are run again under each change: load and prompts on
-the first ``SAMPLE_REQUESTS`` requests, with and without the change. On a real device the trials at hand answer for the
-SLO, and the latency model of the warm start, where there is one, for load and prompts.
+On a modelled device the study's budgets near the recommended one, and the peaks of the staircase, are run again under
+each change: load and lengths on the first ``SAMPLE_REQUESTS`` requests, with and without the change. On a real device
+the trials at hand answer for the SLO, and the latency model of the warm start, if any, for load and prompts.
 """
 
 from __future__ import annotations
@@ -53,16 +53,11 @@ def changes(problem: Problem) -> Iterator[Change]:
     slo, workload = problem.slo, problem.workload
     for factor, word in FACTORS.items():
         yield Change(name=f"SLO {word}", slo=scale_slo(slo, factor), workload=workload, of_slo=True)
-    for factor, word in FACTORS.items() if problem.own_rate and not workload.saturated else ():
+    for factor, word in FACTORS.items() if problem.own_rate else ():
         yield Change(name=f"load {word}", slo=slo, workload=scale_load(workload, factor), of_slo=False)
-    for noun, prompts, outputs in (("prompts", True, False), ("outputs", False, True)):
+    for noun in ("prompts", "outputs"):
         for factor, word in FACTORS.items():
-            scaled = scale_lengths(
-                workload,
-                problem.engine_config.max_model_len,
-                prompts=factor if prompts else 1.0,
-                outputs=factor if outputs else 1.0,
-            )
+            scaled = scale_lengths(workload, problem.engine_config.max_model_len, **{noun: factor})
             yield Change(name=f"{noun} {word}", slo=slo, workload=scaled, of_slo=False)
 
 

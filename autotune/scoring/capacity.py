@@ -63,17 +63,14 @@ def find_capacity(
     monitor that may stop a run of one rate; a stopped run breaks the SLO.
     """
     runs: dict[float, tuple[RunRecord, Metrics]] = {}
-    good: dict[float, bool] = {}
 
     def meets(qps: float) -> bool:
-        if qps not in good:
+        if qps not in runs:
             scaled = scale_load(workload, qps / rate_rps)
             record = engine.run(scaled, config, monitor=None if monitor is None else monitor())
-            metrics = compute_metrics(record, slo)
-            runs[qps] = record, metrics
-            excesses = metrics.excesses(slo).values()
-            good[qps] = record.stopped is None and not any((excess or 0.0) > 0.0 for excess in excesses)
-        return good[qps]
+            runs[qps] = record, compute_metrics(record, slo)
+        record, metrics = runs[qps]
+        return record.stopped is None and not any((excess or 0.0) > 0.0 for excess in metrics.excesses(slo).values())
 
     @cache
     def flood_rps() -> float:
@@ -84,11 +81,10 @@ def find_capacity(
         return flood
 
     best_qps: float | None = None
-    if ask_rps is None:
-        best_qps, _ = bisect_rate(meets, flood_rps(), resolution, limit_qps=lambda: MOST_OVER_FLOOD * flood_rps())
-    elif meets(ask_rps):
-        best_qps, _ = bisect_rate(meets, ask_rps, resolution, limit_qps=lambda: MOST_OVER_FLOOD * flood_rps())
-    broken = min((qps for qps, holds in good.items() if not holds), default=None)
+    if ask_rps is None or meets(ask_rps):
+        start_qps = flood_rps() if ask_rps is None else ask_rps
+        best_qps, _ = bisect_rate(meets, start_qps, resolution, limit_qps=lambda: MOST_OVER_FLOOD * flood_rps())
+    broken = min((qps for qps in runs if not meets(qps)), default=None)
     if best_qps and broken is None:
         most = max(ask_rps or 0.0, MOST_OVER_FLOOD * flood_rps())
         best_qps = max(qps for qps in runs if qps <= most)

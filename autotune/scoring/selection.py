@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from ...engine.metrics import SLO
@@ -187,34 +187,27 @@ class Judge:
     def _decide(self, group: Sequence[Contender], feasible: Sequence[Contender]) -> tuple[Contender, Decision]:
         """The winner among equals, and the rule that set it apart from the last one left beside it."""
         left = list(group)
-        decided = None
-        for metric in LATENCY_TIE_BREAKS:
-            kept = _lowest(left, metric)
+        decided: tuple[str, list[Contender]] | None = None
+        for metric in (*LATENCY_TIE_BREAKS, self.variance_metric):
+            kept = self._steadiest(left) if metric == self.variance_metric else _lowest(left, metric)
             if len(kept) < len(left):
                 decided = metric, [one for one in left if one not in kept]
             left = kept
-        kept = self._steadiest(left)
-        if len(kept) < len(left):
-            decided = self.variance_metric, [one for one in left if one not in kept]
-        best = min(kept, key=lambda one: one.candidate.token_budget)
+        best = min(left, key=lambda one: one.candidate.token_budget)
         members = tuple(sorted(one.candidate.token_budget for one in group))
-        if len(kept) > 1:
-            other = min((one for one in kept if one is not best), key=lambda one: one.candidate.token_budget)
+        if len(left) > 1:
+            other = min((one for one in left if one is not best), key=lambda one: one.candidate.token_budget)
             return best, Decision(rule="smaller_budget", group=members, over=other.candidate.token_budget)
         if decided is not None:
             metric, beaten = decided
-            other = self._closest(beaten, metric)
-            return best, _decision(metric, members, best, other)
+            closest = min(beaten, key=lambda one: (_value(one, metric), one.candidate.token_budget))
+            rule = metric.removesuffix("_ms") if metric in LATENCY_TIE_BREAKS else "bubble_fraction"
+            return best, _decision(rule, metric, members, best, closest)
         others = [one for one in feasible if one is not best and one not in group]
         if not others:
             return best, Decision(rule="only_one", group=members)
         rival = max(others, key=lambda one: (_value(one, self.objective.metric), -one.candidate.token_budget))
-        return best, replace(_decision(self.objective.metric, members, best, rival), rule="objective")
-
-    @staticmethod
-    def _closest(beaten: Sequence[Contender], metric: str) -> Contender:
-        """Of those that a rule left behind, the one that it left behind by least."""
-        return min(beaten, key=lambda one: (_value(one, metric), one.candidate.token_budget))
+        return best, _decision("objective", self.objective.metric, members, best, rival)
 
     def _steadiest(self, contenders: Sequence[Contender]) -> list[Contender]:
         """Those whose pipeline variance is not shown to be above the lowest."""
@@ -225,10 +218,9 @@ class Judge:
         return [one for one, _ in spreads if self.compare(one, lowest, self.variance_metric).outcome != "higher"]
 
 
-def _decision(metric: str, group: tuple[int, ...], best: Contender, other: Contender) -> Decision:
-    rules = {"ttft_p99_ms": "ttft_p99", "tbt_p99_ms": "tbt_p99"}
+def _decision(rule: str, metric: str, group: tuple[int, ...], best: Contender, other: Contender) -> Decision:
     return Decision(
-        rule=rules.get(metric, "bubble_fraction"),
+        rule=rule,
         group=group,
         over=other.candidate.token_budget,
         metric=metric,

@@ -37,9 +37,14 @@ def mark_recommended(figure: go.Figure, labels: list[str], answer: Answer, *, ro
             layer="below",
             name="recommended",
         )
+    name_recommended(figure, place, "closest" if answer.status == "infeasible" else "recommended")
+
+
+def name_recommended(figure: go.Figure, x: float, words: str) -> None:
+    """``words`` above the first panel at ``x``, in the units of its axis (the logarithm on a logarithmic one)."""
     figure.add_annotation(
-        text="<b>closest</b>" if answer.status == "infeasible" else "<b>recommended</b>",
-        x=place,
+        text=f"<b>{words}</b>",
+        x=x,
         xref="x",
         y=1,
         yref="y domain",

@@ -13,7 +13,7 @@ from ..data.answer import Answer
 from ..data.run_folder import RunFolder
 from ..style import GREEN, INK, KIND_STYLES, MUTED, PAPER, SKY, TINT, Drawing, finish, log_ticks
 from ..text import KIND_NAMES, budget_label, change, count, listing, rate
-from .axes import latency_axis
+from .axes import latency_axis, name_recommended
 from .trials import KIND_ORDER, at_recommended, highest, only_bounded
 
 
@@ -199,17 +199,8 @@ def _mark(figure: go.Figure, served: pd.DataFrame, answer: Answer, *, rows: int)
         figure.add_vrect(
             x0=x / 1.06, x1=x * 1.06, fillcolor=TINT, line_width=0, layer="below", row=row, col=1, name="recommended"
         )
-    figure.add_annotation(
-        text="<b>closest</b>" if answer.status == "infeasible" else f"<b>recommended: {chosen.iloc[0]['label']}</b>",
-        x=log10(x),
-        xref="x",
-        y=1,
-        yref="y domain",
-        yanchor="bottom",
-        showarrow=False,
-        font={"size": 11.5, "color": INK},
-        name="recommended",
-    )
+    words = "closest" if answer.status == "infeasible" else f"recommended: {chosen.iloc[0]['label']}"
+    name_recommended(figure, log10(x), words)
 
 
 def _budget_axis(served: pd.DataFrame) -> dict[str, object]:

@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ..budgets.axes import latency_axis
+from ..budgets.axes import latency_axis, name_recommended
 from ..budgets.trials import KIND_ORDER
 from ..data.answer import Answer
 from ..data.run_folder import RunFolder
@@ -215,17 +215,7 @@ def _mark_budget(figure: go.Figure, answer: Answer) -> None:
             name="recommended",
         )
     word = "closest" if answer.status == "infeasible" else "recommended"
-    figure.add_annotation(
-        text=f"<b>{word} {answer.token_budget}</b>",
-        x=log10(answer.token_budget),
-        xref="x",
-        y=1,
-        yref="y domain",
-        yanchor="bottom",
-        showarrow=False,
-        font={"size": 11.5, "color": INK},
-        name="recommended",
-    )
+    name_recommended(figure, log10(answer.token_budget), f"{word} {answer.token_budget}")
 
 
 def _token_axis(low: float, high: float) -> dict[str, object]:
