@@ -73,12 +73,18 @@ class Problem:
     @property
     def objective(self) -> Objective:
         """What the study maximises."""
-        return resolve_objective(self.config.objective, self.workload)[0]
+        objective = resolve_objective(self.config.objective, self.workload)[0]
+        return objective if self.exact else objective.on_noisy_device()
 
     @property
     def objective_note(self) -> str:
         """Why that is the objective, in a sentence."""
         return resolve_objective(self.config.objective, self.workload)[1]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the device repeats itself to the bit."""
+        return isinstance(self.executor, AnyModelled)
 
     @property
     def table(self) -> LatencyTable | None:
@@ -122,11 +128,10 @@ class Problem:
     @property
     def judge(self) -> Judge:
         """What compares contenders of this study."""
-        exact = isinstance(self.executor, AnyModelled)
         return Judge(
             objective=self.objective,
             variance_metric=self.variance_metric,
-            exact=exact,
+            exact=self.exact,
             indifference=parse_share("indifference", self.config.indifference),
         )
 

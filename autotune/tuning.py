@@ -21,9 +21,10 @@ from .devices import known_spec, visible_gpus
 from .disaggregation import Yardstick, compare_disaggregated
 from .environment import command_line, package_versions, source_commit
 from .problem import Problem, load_workload, state_problem, workload_summary
+from .recommendation.by_load import find_best_by_load
 from .recommendation.confidence import state_confidence
 from .recommendation.recommend import at_choice, recommend
-from .recommendation.recommendation import Recommendation, Sensitivity
+from .recommendation.recommendation import LoadWin, Recommendation, Sensitivity
 from .recommendation.sensitivity import find_sensitivity
 from .recommendation.store import save_recommendation
 from .run_folder.cost_curves import CURVES_FILE, BatchSizes, cost_curves
@@ -178,11 +179,15 @@ def _conclude(
     chosen = at_choice(problem, choice)
     confidence = state_confidence(problem.judge, choice, contenders, problem.slo, drift_pct, time_note)
     sensitivity: list[Sensitivity] = []
+    wins: list[LoadWin] = []
     if choice.best is not None and choice.status == "feasible":
         alike = [row for row in search_rows if chosen.space.find(*row.setting) is not None]
         sensitivity = find_sensitivity(chosen, choice.best.candidate.token_budget, alike, searched.warm.table)
+        wins = find_best_by_load(chosen, choice.best.candidate, alike)
     rows = [*search_rows, *(row for row, _ in (*repeats, *anchors, *policies))]
-    recommendation = recommend(problem, chosen, choice, contenders, search_rows, rows, command, confidence, sensitivity)
+    recommendation = recommend(
+        problem, chosen, choice, contenders, search_rows, rows, command, confidence, sensitivity, wins
+    )
     folder.write_trials(rows)
     folder.write_records([(row, record) for row, record in policies if record is not None and row.state == "complete"])
     metrics = (("total_tokens_per_s", True), ("tbt_p99_ms", False), (problem.variance_metric, False))

@@ -18,6 +18,7 @@ from .recommendation import (
     EngineSettings,
     Figure,
     Key,
+    LoadWin,
     Recommendation,
     Sensitivity,
     SLOInfo,
@@ -52,6 +53,7 @@ def recommend(
     command: str,
     confidence: Confidence,
     sensitivity: Sequence[Sensitivity],
+    best_by_load: Sequence[LoadWin],
 ) -> Recommendation:
     """What ``choice`` recommends: ``chosen`` is the problem at its settings (``at_choice``), ``contenders`` are the
     repeated budgets that it was made among, ``rows`` every run of the study, those of its search included."""
@@ -108,6 +110,7 @@ def recommend(
         ttft_p99_s=_figure(best, "ttft_p99_ms", 1e-3),
         capacity_rps=_figure(best, "capacity_qps"),
         decision=_decision(choice, problem.objective),
+        best_by_load=best_by_load,
     )
 
 

@@ -153,6 +153,22 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadWin:
+    """At ``load``, a share of the best capacity, which is ``rate_rps``: the budget that is best there (None where none
+    holds every limit), its P99 TTFT and P99 TBT, those of the recommended budget, and whether that holds every limit
+    (None without data)."""
+
+    load: float
+    rate_rps: float
+    token_budget: int | None
+    ttft_p99_s: float | None
+    tbt_p99_ms: float | None
+    recommended_ttft_p99_s: float | None
+    recommended_tbt_p99_ms: float | None
+    recommended_holds: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recommendation:
     """The token budget to run and everything needed to judge it.
 
@@ -176,6 +192,7 @@ class Recommendation:
     that of the pipeline that ran, the others are of 2, 4 or 8 stages that did not. ``objective_note`` says why the
     objective is what it is. ``own_rate_rps`` is the rate of the given traffic, None where it has none; ``ttft_p99_s``
     is at that rate, and ``capacity_rps`` the highest rate at which every limit holds, None where it was not asked for.
+    ``best_by_load`` says which budget is best at lower rates, on a modelled device whose capacity was asked for.
     """
 
     status: str
@@ -202,6 +219,7 @@ class Recommendation:
     ttft_p99_s: float | None = None
     capacity_rps: float | None = None
     decision: Decision | None = None
+    best_by_load: Sequence[LoadWin] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:

@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from importlib import resources
 from typing import TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-SCHEMA_VERSION = "1.5.0"
+SCHEMA_VERSION = "1.6.0"
 SCHEMA_FILE = "recommendation.schema.json"
 
 Json = dict[str, object]
@@ -48,6 +48,11 @@ def _from_1_4(data: Json) -> Json:
     return {**data, "schema_version": "1.5.0"}
 
 
+def _from_1_5(data: Json) -> Json:
+    """1.6.0 adds best_by_load, which may be absent."""
+    return {**data, "schema_version": "1.6.0"}
+
+
 #: What turns a file of one version into one of a later version; applied until none fits.
 MIGRATIONS: Mapping[str, Callable[[Json], Json]] = {
     "1.0": _from_1_0,
@@ -55,6 +60,7 @@ MIGRATIONS: Mapping[str, Callable[[Json], Json]] = {
     "1.2.0": _from_1_2,
     "1.3.0": _from_1_3,
     "1.4.0": _from_1_4,
+    "1.5.0": _from_1_5,
 }
 
 
@@ -64,10 +70,10 @@ def migrate(data: Mapping[str, object]) -> Json:
     A later minor version is read too: what it adds is left out.
 
     >>> migrate({"schema_version": "1.0"})
-    {'schema_version': '1.5.0'}
+    {'schema_version': '1.6.0'}
     >>> migrate({"schema_version": "2.0.0"})
     Traceback (most recent call last):
-    ValueError: schema_version='2.0.0': this release reads schema 1, up to 1.5.0 in full
+    ValueError: schema_version='2.0.0': this release reads schema 1, up to 1.6.0 in full
     """
     found = dict(data)
     while (step := MIGRATIONS.get(str(found.get("schema_version")))) is not None:

@@ -18,10 +18,10 @@ from ...engine.workloads.workload import assign_arrivals, scale_load
 from .objective import CAPACITY_RESOLUTION
 
 #: How often the first rate is raised, or lowered, before the search for a bracket ends.
-MAX_STEPS = 10
+MAX_STEPS = 11
 
 #: The first step, and the largest one: each is the square of the one before.
-FIRST_STEP, LARGEST_STEP = 1.25, 2.0
+FIRST_STEP, LARGEST_STEP = 1.1, 2.0
 
 #: No rate is tried above this many times what is served when all requests are there at once: beyond, the limits hold
 #: only because the workload is so short that it ends before its queue has grown.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...engine import Workload
 
@@ -21,6 +21,10 @@ class Objective:
     unit: str
     resolution: float = 0.0
 
+    def on_noisy_device(self) -> Objective:
+        """The same, told apart no finer than a device with noise can tell."""
+        return replace(self, resolution=NOISY_CAPACITY_RESOLUTION) if self.resolution else self
+
     def format(self, value: float) -> str:
         """The value with its unit."""
         return f"{value:,.0f} {self.unit}" if self.metric == THROUGHPUT else f"{value:.3g} {self.unit}"
@@ -29,8 +33,10 @@ class Objective:
 #: The objective that the traffic decides.
 AUTO = "auto"
 
-#: Share by which the two rates differ between which a capacity lies.
-CAPACITY_RESOLUTION = 0.01
+#: Share by which the two rates differ between which a capacity lies: on a device that repeats itself to the bit, and on
+#: one whose runs scatter by more than the finer one could tell.
+CAPACITY_RESOLUTION = 0.0025
+NOISY_CAPACITY_RESOLUTION = 0.01
 
 OBJECTIVES = {
     objective.name: objective

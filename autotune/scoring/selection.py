@@ -164,7 +164,7 @@ class Judge:
             closest = min(ran, key=lambda one: (-_most(one), _distance(one), one.candidate.token_budget))
             return Choice(status="infeasible", best=closest)
         group = self.equals(feasible)
-        best, decision = self._decide(group, feasible)
+        best, decision = self.decide(group, feasible)
         ties = tuple(
             sorted((one.candidate for one in group if one is not best), key=lambda candidate: candidate.token_budget)
         )
@@ -180,11 +180,16 @@ class Judge:
 
         def near(one: Contender) -> bool:
             mine = one.spread(self.objective.metric)
-            return mine is not None and mine.value >= (1.0 - self.indifference) * top.value
+            return mine is not None and mine.value >= self.least_equal(top.value)
 
         return [one for one in feasible if self.compare(one, leader).outcome != "lower" or near(one)]
 
-    def _decide(self, group: Sequence[Contender], feasible: Sequence[Contender]) -> tuple[Contender, Decision]:
+    def least_equal(self, top: float) -> float:
+        """The lowest figure that is within ``indifference`` of ``top`` for certain: either may be off by the resolution
+        of its measurement."""
+        return (1.0 - self.indifference) * (1.0 + self.objective.resolution) * top
+
+    def decide(self, group: Sequence[Contender], feasible: Sequence[Contender]) -> tuple[Contender, Decision]:
         """The winner among equals, and the rule that set it apart from the last one left beside it."""
         left = list(group)
         decided: tuple[str, list[Contender]] | None = None

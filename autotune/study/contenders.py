@@ -69,7 +69,7 @@ def ask_equals(
     top = math.nan if best is None else best.metric("capacity_qps")
     if best is None or problem.objective.name != "capacity" or not problem.judge.exact or not top > 0.0:
         return []
-    ask_rps = (1.0 - problem.judge.indifference) * top
+    ask_rps = problem.judge.least_equal(top)
     unsure = [row for row in search_rows if row.state == "pruned" and row.metric("capacity_at_most_qps") > ask_rps]
     unsure.sort(key=lambda row: abs(math.log(row.token_budget / best.token_budget)))
     candidates = [found for row in unsure[:MAX_ASKED] if (found := problem.space.find(*row.setting)) is not None]

@@ -21,6 +21,9 @@ from .trial import TrialRow
 #: Runs below which nothing is fitted.
 MIN_RUNS = 3
 
+#: Runs at rates of at least this share of the best capacity say what P99 TBT is there.
+COMPARABLE_RATES = 0.5
+
 #: How many runs' worth the fit is against the runs in reach.
 FIT_WEIGHT = 0.3
 
@@ -53,12 +56,17 @@ class Expectation:
     def fit(cls, costs: TokenCosts, rows: Sequence[TrialRow], pending: Sequence[int]) -> Expectation | None:
         """An expectation from finished runs; None when they are too few. ``pending`` budgets are being run."""
         scored = [row for row in rows if row.state == "complete" and row.score > 0.0]
-        # A budget that the queue kept from a rate has a capacity below it: for want of the figure, that rate.
-        scored += [row for row in rows if row.state == "pruned" and 0.0 < (row.tbt_share or 0.0) <= 1.0]
         timed = [row for row in rows if row.state in ("complete", "pruned") and row.violations]
+        if any(row.tbt_share is not None for row in rows):
+            # Under capacity every run has a rate of its own. What P99 TBT kept from a higher rate says nothing of the
+            # time per token; and P99 TBT is that of full iterations only near the rates that the search is after.
+            best_qps = max((row.score for row in scored), default=0.0)
+            timed = [row for row in timed if _broken_at(row) >= best_qps * COMPARABLE_RATES]
+            scored = [row for row in rows if _broken_at(row) > 0.0 and 0.0 < (row.tbt_share or 0.0) <= 1.0]
         if len(scored) < MIN_RUNS or len(timed) < MIN_RUNS:
             return None
-        per_token = np.array([1.0 / (row.score or row.metric("capacity_at_most_qps")) for row in scored])
+        # A budget that the queue kept from a rate has a capacity below it: for want of the figure, that rate.
+        per_token = np.array([1.0 / (row.score or _broken_at(row)) for row in scored])
         score = _fit([_terms(costs, row.token_budget) / row.token_budget for row in scored], per_token, scored)
         share = _fit(
             [_terms(costs, row.token_budget) for row in timed],
@@ -79,6 +87,12 @@ class Expectation:
     def doubt(self, budget: int) -> float:
         """How little is known near ``budget``: 0 beside a run, 1 far from all."""
         return float(min(1.0, np.abs(self._tried - np.log(budget)).min() / REACH))
+
+
+def _broken_at(row: TrialRow) -> float:
+    """The lowest rate at which a run of a search for a capacity broke a limit; 0 where there is none."""
+    qps = row.metric("capacity_at_most_qps")
+    return 0.0 if np.isnan(qps) else qps
 
 
 def _terms(costs: TokenCosts, budget: int) -> FloatArray:

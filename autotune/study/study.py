@@ -93,7 +93,7 @@ class BudgetStudy:
             num_known = max(0 if racing else num_first, index + 1 - self.max_concurrent)
             known = [Tried(params=one.params, row=one.row) for one in proposals[:num_known]]
             params = self._start[index] if index < num_first else self._propose([*known, *tried[num_known:]])
-            ask_rps = next_question([one.row for one in known if one.row is not None])
+            ask_rps = next_question([one.row for one in known if one.row is not None], self.runner.objective.resolution)
             proposal = Proposal(index=index, params=params, ask_rps=ask_rps)
             self.queue.add(proposal, distributions(self.space.variant(params)))
             tried.append(Tried(params=params, row=None))

@@ -14,7 +14,7 @@ from ...engine.metrics import SLO, Metrics, compute_metrics
 from ...engine.server.engine import AnyEngine, ServerEngine
 from ...engine.slo import sound_stop
 from ..scoring.capacity import Capacity, find_capacity
-from ..scoring.objective import CAPACITY_RESOLUTION, OBJECTIVES, Objective
+from ..scoring.objective import OBJECTIVES, Objective
 from ..scoring.prediction import Prediction
 from .device_lock import device_lock
 from .space import Candidate
@@ -170,6 +170,7 @@ class TrialRunner:
             rate_rps=self.rate_rps,
             ask_rps=ask_rps,
             monitor=self._monitor,
+            resolution=self.objective.resolution,
         )
         if found.qps is None:
             return self._bounded(row, found), None
@@ -259,16 +260,16 @@ class TrialRunner:
         )
 
 
-def next_question(rows: Iterable[TrialRow]) -> float | None:
-    """The rate that the next budget is asked about: just above the best capacity of ``rows``, requests/s. None where
-    none has a capacity, or it is not what the study is after."""
+def next_question(rows: Iterable[TrialRow], resolution: float) -> float | None:
+    """The rate that the next budget is asked about: the best capacity of ``rows`` and ``resolution``, a share, more;
+    requests/s. None where none has a capacity, or it is not what the study is after."""
     found = [row for row in rows if row.metric("capacity_qps") > 0.0]
     if not found:
         return None
     best = max(found, key=lambda row: row.metric("capacity_qps"))
     # Where no rate broke the SLO, the figure is where the asking ended, and nothing is above it.
     bounded = not math.isnan(best.metric("capacity_at_most_qps"))
-    return best.metric("capacity_qps") * (1.0 + CAPACITY_RESOLUTION if bounded else 1.0)
+    return best.metric("capacity_qps") * (1.0 + resolution if bounded else 1.0)
 
 
 #: Told of every finished run: the row, and how many of how many are done in this phase.

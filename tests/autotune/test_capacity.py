@@ -9,7 +9,7 @@ from stair_device import StairDevice
 from tilebudget.autotune import TuneConfig, tune
 from tilebudget.autotune.problem import unit_rate
 from tilebudget.autotune.scoring.capacity import bisect_rate, find_capacity
-from tilebudget.autotune.scoring.objective import OBJECTIVES, parse_share, resolve_objective
+from tilebudget.autotune.scoring.objective import CAPACITY_RESOLUTION, OBJECTIVES, parse_share, resolve_objective
 from tilebudget.autotune.study.space import Candidate
 from tilebudget.autotune.study.trial import TrialRow, TrialRunner, next_question
 from tilebudget.engine import SLO, Engine, EngineConfig, Monitor, RunRecord, Workload
@@ -148,7 +148,9 @@ def test_a_race_of_capacities_agrees_with_bisecting_each_in_a_third_of_the_runs(
     rows: list[TrialRow] = []
     for budget in budgets:
         candidate = Candidate(token_budget=budget, kind="aligned", edge_tokens=budget)
-        rows.append(runner.run(candidate, run="race", role="search", ask_rps=next_question(rows))[0])
+        rows.append(
+            runner.run(candidate, run="race", role="search", ask_rps=next_question(rows, CAPACITY_RESOLUTION))[0]
+        )
     winner = max((row for row in rows if row.state == "complete"), key=lambda row: row.score)
     assert winner.score == pytest.approx(max(plainly.values()), rel=0.02)
     assert plainly[winner.token_budget] == pytest.approx(max(plainly.values()), rel=0.02)

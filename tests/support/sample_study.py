@@ -340,7 +340,7 @@ def make_capacity_folder() -> Folder:
         item["capacity_at_most_rps"] = BOUNDS.get(budget)
     loads = ((0.25, 64, True), (0.5, 96, True), (0.75, 128, True), (0.9, 160, True), (1.0, 192, False))
     answer |= {
-        "schema_version": "1.5.0",
+        "schema_version": "1.6.0",
         "objective": "capacity",
         "objective_note": "Requests arrive over time, so the study maximises capacity: the highest rate at which "
         "every limit holds.",
