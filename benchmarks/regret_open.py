@@ -179,7 +179,8 @@ def run_open(scenario: OpenScenario) -> dict[str, object]:
         return {
             "token_budget": budget,
             "capacity_rps": rate(rung),
-            "regret": None if best == NOTHING_HOLDS else 1.0 - rate(rung) / rate(best),
+            # Where no budget holds the limits at any rate, there is nothing to lose.
+            "regret": 0.0 if best == NOTHING_HOLDS else 1.0 - rate(rung) / rate(best),
             "slo_kept": not possible or (budget is not None and ladder.holds(budget, given)),
             "trials": num_trials,
         }
@@ -212,10 +213,11 @@ def middle_of(answers: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def summarise_open(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """The figures over all scenarios in which some budget holds the SLO; the plain ones are our study's."""
+    """The figures over all scenarios; the plain ones are our study's. ``nothing_feasible`` counts those in which no
+    budget holds the SLO at any rate, where no way can lose."""
     by_way: dict[str, dict[str, object]] = {}
     for way in WAYS:
-        answers = [row["ways"][way] for row in rows if row["best_budget"] is not None]  # type: ignore[index]
+        answers = [row["ways"][way] for row in rows]  # type: ignore[index]
         lost = [answer["regret"] for answer in answers]
         by_way[way] = {
             "within_1pct": sum(regret <= 0.01 for regret in lost),
@@ -243,7 +245,7 @@ def print_open(summary: Mapping[str, object], out: Callable[[str], None] = print
         cells = []
         for way in WAYS:
             answer = row["ways"][way]
-            lost = "" if answer["regret"] is None else f"-{100.0 * answer['regret']:.2f}%"
+            lost = f"-{100.0 * answer['regret']:.2f}%"
             cells.append(f"{answer['token_budget']!s:>8} {lost:>7}{' ' if answer['slo_kept'] else '!'}")
         out(f"{row['name']:78} {row['best_budget'] or 'none':>6} {row['best_capacity_rps']:8.3g} " + " ".join(cells))
     for way, figures in summary["by_way"].items():  # type: ignore[attr-defined]

@@ -128,7 +128,7 @@ class BudgetSampler(TPESampler):
         """The next untried aligned budget below the incumbent: what is left to recommend when the incumbent turns out,
         repeated, not to hold the SLO. None when there is none, or the incumbent is well within the SLO."""
         leader = _leader(self._rows)
-        close = any(row.token_budget == leader and max(row.violations, default=0.0) > -NEAR_SLO for row in self._rows)
+        close = any(row.token_budget == leader and row.violations[:1] > (-NEAR_SLO,) for row in self._rows)
         if leader is None or not close:
             return None
         below = [params for params in self._fresh if params[1] == "aligned" and self._space.edges[params[0]] < leader]
