@@ -8,6 +8,7 @@ fitted to the runs; what they miss is carried over to budgets nearby.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,8 +66,8 @@ class Expectation:
             scored = [row for row in rows if _broken_at(row) > 0.0 and 0.0 < (row.tbt_share or 0.0) <= 1.0]
         if len(scored) < MIN_RUNS or len(timed) < MIN_RUNS:
             return None
-        # A budget that the queue kept from a rate has a capacity below it: for want of the figure, that rate.
-        per_token = np.array([1.0 / (row.score or _broken_at(row)) for row in scored])
+        # A budget that the queue kept from a rate has a capacity below it: what it served while it had work.
+        per_token = np.array([1.0 / (row.score or min(row.busy_rps or math.inf, _broken_at(row))) for row in scored])
         score = _fit([_terms(costs, row.token_budget) / row.token_budget for row in scored], per_token, scored)
         share = _fit(
             [_terms(costs, row.token_budget) for row in timed],

@@ -53,12 +53,12 @@ class BudgetSampler(TPESampler):
 
     Where the space knows what its budgets cost, the next one is the untried budget of the highest expected objective
     that may hold the SLO (``Expectation``); before that can be fitted, and without costs, the search closes in: it
-    halves the untried aligned budgets between the incumbent (the best feasible budget, or the one closest to the SLO)
-    and its nearest neighbours that were run, the larger side first. Every fourth proposal is TPE's, which looks where
-    that picture may be wrong, and another fourth a budget below an incumbent at the edge of the SLO, which takes its
-    place should it not hold the SLO when repeated. No budget is proposed twice: one that was run (or failed) becomes
-    the nearest not run yet, by ratio. The random state depends on ``seed`` and on how many budgets were ``tried``
-    alone, so a resumed study goes on as it would have.
+    halves the untried peaks of the staircase, then the aligned budgets, between the incumbent (the best feasible
+    budget, or the one closest to the SLO) and its nearest neighbours that were run, the larger side first. Every fourth
+    proposal is TPE's, which looks where that picture may be wrong, and another fourth a budget below an incumbent at
+    the edge of the SLO, which takes its place should it not hold the SLO when repeated. No budget is proposed twice:
+    one that was run (or failed) becomes the nearest not run yet, by ratio. The random state depends on ``seed`` and on
+    how many budgets were ``tried`` alone, so a resumed study goes on as it would have.
     """
 
     def __init__(self, space: SearchSpace, tried: Sequence[Tried], *, seed: int) -> None:
@@ -74,6 +74,7 @@ class BudgetSampler(TPESampler):
         self._pick = np.random.default_rng([seed, len(tried)])
         self._fresh = fresh_params(space, tried)
         self._rows = [one.row for one in tried if one.row is not None]
+        self._peaks = {one.token_budget for one in space.cheapest_around()}
         self._turn = len(tried) % NUM_TURNS
         pending = [candidate for one in tried if one.row is None and (candidate := _candidate(space, one.params))]
         budgets = [candidate.token_budget for candidate in pending]
@@ -108,7 +109,7 @@ class BudgetSampler(TPESampler):
         if self._turn == TPE_TURN:
             return None
         # The peaks of the staircase are where those of the throughput are, whatever the fit makes of their height.
-        peaks = {one.token_budget for one in self._space.cheapest_around()} if self._turn == CHEAP_TURN else set()
+        peaks = self._peaks if self._turn == CHEAP_TURN else set()
         cheap = [params for params in self._fresh if self._space.budget_at(*params) in peaks]
         return self._expected_best(self._expectation, cheap or self._fresh)
 
@@ -135,7 +136,8 @@ class BudgetSampler(TPESampler):
         return max(below, default=None)
 
     def _close_in(self) -> tuple[int, str] | None:
-        """The middle of the untried aligned budgets next to the incumbent; None when there are none."""
+        """The middle of the untried peaks of the staircase next to the incumbent, else of the untried aligned budgets
+        there; None when there are none."""
         leader = _leader(self._rows)
         if leader is None:
             return None
@@ -144,10 +146,12 @@ class BudgetSampler(TPESampler):
         above = tried[place + 1] if place + 1 < len(tried) else math.inf
         below = tried[place - 1] if place else 0
         aligned = sorted(params for params in self._fresh if params[1] == "aligned")
-        for low, high in ((leader, above), (below, leader)):
-            between = [params for params in aligned if low < self._space.edges[params[0]] < high]
-            if between:
-                return between[len(between) // 2]
+        peaks = [params for params in aligned if self._space.budget_at(*params) in self._peaks]
+        for choices in (peaks, aligned):
+            for low, high in ((leader, above), (below, leader)):
+                between = [params for params in choices if low < self._space.edges[params[0]] < high]
+                if between:
+                    return between[len(between) // 2]
         return None
 
 

@@ -163,17 +163,14 @@ class SearchSpace:
 
     def ladder(self, rungs: int) -> tuple[Candidate, ...]:
         """Aligned candidates nearest to a geometric ladder over the space: what a search starts from. Where costs are
-        known, the candidate within ``REACH`` of the rung at which a token costs least."""
+        known, the peaks of the staircase nearest to it."""
         aligned = [candidate for (_, kind), candidate in self._by_params.items() if kind == "aligned"]
+        peaks = [candidate for candidate in self.cheapest_around() if candidate.kind == "aligned"]
         low, high = aligned[0].token_budget, aligned[-1].token_budget
         picked: dict[int, Candidate] = {}
         for rung in range(rungs):
             target = low * (high / low) ** (rung / max(1, rungs - 1))
-            nearest = min(aligned, key=lambda candidate: abs(candidate.token_budget / target - 1.0))
-            distances = {abs(log(one.token_budget / target)): one for one in aligned}
-            around = sorted(distance for distance in distances if distance <= REACH)
-            if self.costs is not None and around:
-                nearest = min((distances[distance] for distance in around), key=self._token_cost)
+            nearest = min(peaks or aligned, key=lambda candidate: abs(candidate.token_budget / target - 1.0))
             picked[nearest.token_budget] = nearest
         return tuple(picked.values())
 

@@ -31,8 +31,9 @@ class TrialRow:
     ``reason``. ``feasible`` is None where the SLO has no data. A pruned row's ``tbt_p99_ms`` is that of the run so far.
     ``max_num_seqs`` is None where the study does not search it. ``round``: of the interleaved repeats. ``score``: the
     objective of a complete run. ``tbt_share``: under capacity, P99 TBT as a share of its limit just above the capacity,
-    or at the rate that was asked for. ``violations``: how far over its limit each of ``engine.metrics.LIMITED`` is, as
-    a share of the limit.
+    or at the rate that was asked for. ``busy_rps``: what a budget that does not hold that rate served of it while it
+    had work, requests/s. ``violations``: how far over its limit each of ``engine.metrics.LIMITED`` is, as a share of
+    the limit.
     """
 
     run: str
@@ -51,6 +52,7 @@ class TrialRow:
     score: float = 0.0
     violations: tuple[float, ...] = ()
     tbt_share: float | None = None
+    busy_rps: float | None = None
     tbt_quantiles_ms: tuple[float, ...] = ()
     metrics: MetricRow = field(default_factory=dict)
     predicted_tbt_p99_ms: float | None = None
@@ -73,7 +75,7 @@ class TrialRow:
             if row[name] is None:
                 del row[name]
         row["tbt_quantiles_ms"] = list(self.tbt_quantiles_ms)
-        del row["violations"], row["score"], row["tbt_share"]
+        del row["violations"], row["score"], row["tbt_share"], row["busy_rps"]
         del row["metrics"]
         return row | self.metrics
 
@@ -203,6 +205,7 @@ class TrialRunner:
             feasible=False if self.own_rate and found.at_most_qps <= self.rate_rps else None,
             violations=tuple(violations),
             tbt_share=None if tbt_s is None else tbt_s / self.slo.tbt_s,
+            busy_rps=_busy_rps(found.record, self.workload),
             metrics={"capacity_at_most_qps": found.at_most_qps},
         )
 
@@ -258,6 +261,14 @@ class TrialRunner:
             tbt_quantiles_ms=tuple(metrics.tbt_quantiles_ms()),
             metrics=values,
         )
+
+
+def _busy_rps(record: RunRecord, workload: Workload) -> float | None:
+    """Requests of the mean length that ``record`` served per second in which it had work; None without iterations. A
+    run that was stopped early counts as far as it came."""
+    computed = float(record.iterations.num_tokens.sum())
+    tokens = sum(one.prompt_tokens + one.output_tokens for one in workload.requests) / len(workload.requests)
+    return computed / tokens / record.busy_s if computed and record.busy_s > 0.0 else None
 
 
 def next_question(rows: Iterable[TrialRow], resolution: float) -> float | None:
