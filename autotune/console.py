@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -119,21 +119,26 @@ def print_recommendation(console: Console, recommendation: Recommendation, folde
         "why not",
     )
     table = Table(*headings, box=None, pad_edge=False)
-    for entry in entries:
+    # Budgets that are only known to serve less are many, and have no figures of their own.
+    bounded = [entry for entry in entries if entry.capacity_rps is None and entry.capacity_at_most_rps is not None]
+    measured = [entry for entry in entries if entry not in bounded]
+    for entry in measured:
         table.add_row(
             str(entry.token_budget),
             *(str(getattr(entry, name)) for name in more),
             entry.kind,
-            *((_capacity(entry),) if asked else ()),
+            *((_number(entry.capacity_rps, ".3g"),) if asked else ()),
             _number(None if entry.ttft_p99_s is None else entry.ttft_p99_s * 1e3, ",.0f"),
             _number(entry.tbt_p99_ms, ".1f"),
             _number(entry.total_tokens_per_s, ",.0f"),
             _number(entry.bubble_fraction, ".1%"),
             entry.reason,
         )
-    if recommendation.alternatives:
+    if measured:
         console.print()
         console.print(table)
+    for reason, budgets in _by_reason(bounded).items():
+        console.print(f"{', '.join(map(str, sorted(budgets)))}: {reason}", soft_wrap=True, highlight=False)
     console.print()
     for server, command in recommendation.launch_commands().items():
         console.print(f"{server}: {command}", soft_wrap=True, highlight=False, markup=False)
@@ -142,11 +147,12 @@ def print_recommendation(console: Console, recommendation: Recommendation, folde
     console.print(f"report: {folder}/report.html", soft_wrap=True, highlight=False, markup=False)
 
 
-def _capacity(entry: Alternative) -> str:
-    """Its capacity, or the bound on it where that is all there is to know."""
-    if entry.capacity_rps is None and entry.capacity_at_most_rps is not None:
-        return f"< {entry.capacity_at_most_rps:.3g}"
-    return _number(entry.capacity_rps, ".3g")
+def _by_reason(entries: Sequence[Alternative]) -> dict[str, list[int]]:
+    """The budgets of ``entries`` by why they were not chosen."""
+    found: dict[str, list[int]] = {}
+    for entry in entries:
+        found.setdefault(entry.reason, []).append(entry.token_budget)
+    return found
 
 
 def _number(value: float | None, form: str) -> str:

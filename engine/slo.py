@@ -175,7 +175,7 @@ def sound_stop(slo: SLO, workload: Workload, config: EngineConfig) -> Monitor:
         for count in delays:
             count.add(progress.delays_s)
         lost = next((count for count in (gaps, *delays) if count.is_lost), None)
-        return None if lost is None else f"{lost} can no longer meet {slo.name}"
+        return None if lost is None else str(lost)
 
     return stop_when_lost
 
@@ -202,8 +202,8 @@ class _Count:
 
     def __str__(self) -> str:
         return (
-            f"{self._num_over} of {self._num_samples} {self._noun} are over {self._limit_s * 1e3:.6g} ms: "
-            f"P{self._quantile * 100:g} {self._name}"
+            f"P{self._quantile * 100:g} {self._name} is over {self._limit_s * 1e3:.6g} ms: "
+            f"{self._num_over:,} of {self._num_samples:,} {self._noun} are"
         )
 
 

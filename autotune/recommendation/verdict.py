@@ -152,8 +152,8 @@ def describe_alternative(contender: Contender, choice: Choice, slo: SLO, objecti
         return f"breaks the SLO: {' and '.join(broken) or 'a limit'} over the limit"
     at_most = contender.spread("capacity_at_most_qps")
     if contender.spread("capacity_qps") is None and at_most is not None:
-        why = (contender.rows[0].reason or "").partition(": ")[2]
-        return f"serves less than {objective.format(at_most.value)} within the SLO: {why}"
+        why = (contender.rows[0].reason or "").partition(": ")[2].partition(": ")[0]
+        return f"serves less than {objective.format(at_most.value)} within the SLO: {why} there"
     if choice.status == "infeasible":
         return "further from the SLO"
     if contender.candidate in choice.ties:

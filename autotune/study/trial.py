@@ -193,7 +193,7 @@ class TrialRunner:
         assert found.at_most_qps is not None
         excesses = found.metrics.excesses(self.slo)
         broken = [name.replace("_", " ") for name, excess in excesses.items() if (excess or 0.0) > 0.0]
-        why = found.record.stopped or f"{' and '.join(broken)} over the limit there"
+        why = found.record.stopped or f"{' and '.join(broken)} over the limit"
         violations = [max(excess or 0.0, 0.0) for excess in excesses.values()]
         if not any(violations):
             violations[0] = 1e-6  # stopped before the figures showed it
