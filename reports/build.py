@@ -28,7 +28,7 @@ from .pipelines.timeline import draw_pipeline_timeline
 from .policies.lanes import build_lanes, policy_rows
 from .policies.tails import draw_policy_tails
 from .policies.timeline import draw_timeline
-from .tables import compared_budgets, provenance, trial_columns, trial_rows
+from .tables import compared_budgets, provenance, sensitivity_grid, trial_columns, trial_rows
 from .text import KIND_NAMES, budget_label, count, listing, rate
 
 REPORT_NAME = "report.html"
@@ -85,6 +85,7 @@ def render_report(folder: RunFolder) -> str:
             "tiles": tiles(answer),
             "reason": reason(answer),
             "kind": _kind(budgets),
+            "grid": sensitivity_grid(answer),
             "compared": compared_budgets(answer, _kind(budgets)),
             "kind_names": KIND_NAMES,
             "launches": launches(answer),

@@ -10,12 +10,15 @@ import pandas as pd
 
 from .budgets.history import outcome
 from .budgets.trials import at_recommended, only_bounded
-from .data.answer import Alternative, Answer
+from .data.answer import Alternative, Answer, Sensitivity
 from .data.json_object import JsonObject
 from .data.run_folder import RunFolder
 from .text import KIND_NAMES, POLICY_NAMES, budget_label, percent, rate, significant
 
 MAX_ALTERNATIVES = 8
+
+#: Amounts of change from which on a grid is shorter than a list.
+MIN_GRID_COLUMNS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,32 @@ def _word(value: object) -> Cell:
 def _key(value: float) -> str:
     """Empty for a missing value: those stay last whichever way the column is sorted."""
     return repr(float(value)) if isfinite(value) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityGrid:
+    """What the budget becomes: a column an amount of change, a row a thing that changes; ``moves`` tells those that
+    move the budget, or of which it is not known."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Sensitivity, ...]], ...]
+    moves: tuple[str, ...]
+
+
+def sensitivity_grid(answer: Answer) -> SensitivityGrid | None:
+    """Changes such as ``SLO halved`` as a grid; None where there are none, or they do not fill one."""
+    cells: dict[str, dict[str, Sensitivity]] = {}
+    for item in answer.sensitivity:
+        name, _, amount = item.change.partition(" ")
+        cells.setdefault(name, {})[amount] = item
+    columns = tuple(next(iter(cells.values()), {}))
+    if len(columns) < MIN_GRID_COLUMNS or any(tuple(row) != columns for row in cells.values()):
+        return None
+    return SensitivityGrid(
+        columns=columns,
+        rows=tuple((name, tuple(row.values())) for name, row in cells.items()),
+        moves=tuple(item.statement for item in answer.sensitivity if item.token_budget != answer.token_budget),
+    )
 
 
 def compared_budgets(answer: Answer, kind: str) -> list[Alternative]:

@@ -14,6 +14,9 @@ from ..style import BLUE, MUTED, ORANGE, Drawing, finish
 from ..tables import Column
 from ..text import budget_label, count, listing, milliseconds, percent, rate, seconds
 
+#: Values whose ratio is above this are drawn on a logarithmic axis.
+WIDE = 10.0
+
 #: Panel → the P99 of the best budget and that of the recommended one, ms.
 _PANELS: tuple[tuple[str, Callable[[LoadWin], float | None], Callable[[LoadWin], float | None]], ...] = (
     (
@@ -39,7 +42,11 @@ def draw_by_load(answer: Answer) -> Drawing | None:
         figure.add_trace(
             _line(wins, [best(win) for win in wins], "best at this load", BLUE, "circle", label, col), row=1, col=col
         )
-        figure.update_yaxes(title_text=label, rangemode="tozero", row=1, col=col)
+        values = [value for win in wins for value in (best(win), own(win)) if value]
+        if values and max(values) > WIDE * min(values):
+            figure.update_yaxes(title_text=f"{label} (log)", type="log", row=1, col=col)
+        else:
+            figure.update_yaxes(title_text=label, rangemode="tozero", row=1, col=col)
     loads = [100 * win.load for win in wins]
     margin = 0.09 * (max(loads) - min(loads)) or 5.0
     figure.update_xaxes(

@@ -1,4 +1,4 @@
-"""The study in the order it ran: every trial with its outcome, and the best feasible throughput so far."""
+"""The study in the order it ran: every trial with its outcome, and the best feasible objective so far."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from ..text import budget_label, count, listing, rate
 from .trials import highest, only_bounded
 
 BOUNDED = "capacity bounded"
+
+#: Objective → its column, unit and noun.
+THROUGHPUT = ("total_tokens_per_s", "total tokens/s", "throughput")
+OBJECTIVES = {"capacity": ("capacity_qps", "requests/s", "capacity"), "throughput": THROUGHPUT}
+
 #: Outcome → (colour, marker). Shapes differ so that none rests on colour alone.
 OUTCOMES = {
     "meets the SLO": (BLUE, "circle"),
@@ -38,7 +43,7 @@ def outcome(state: str, feasible: bool | None) -> str:
 
 
 def draw_history(folder: RunFolder) -> Drawing:
-    """Trials in order of their start: the budget each tried and how it ended, with the best throughput so far."""
+    """Trials in order of their start: the budget each tried and how it ended, with the best objective so far."""
     name, title = "history", "Study history"
     rows = folder.search.sort_values("started_at", kind="stable").reset_index(drop=True)
     if rows.empty:
@@ -47,7 +52,8 @@ def draw_history(folder: RunFolder) -> Drawing:
     rows["label"] = [budget_label(budget) for budget in rows["token_budget"]]
     rows["outcome"] = [outcome(row["state"], row["feasible"]) for _, row in rows.iterrows()]
     rows.loc[only_bounded(rows), "outcome"] = BOUNDED
-    measured = bool(rows["total_tokens_per_s"].notna().any())
+    metric, unit, _ = _objective(folder)
+    measured = bool(rows[metric].notna().any())
     figure = make_subplots(rows=1 + measured, cols=1, shared_xaxes=True, vertical_spacing=0.07)
     for label, (color, symbol) in OUTCOMES.items():
         part = rows[rows["outcome"] == label]
@@ -71,23 +77,23 @@ def draw_history(folder: RunFolder) -> Drawing:
             row=1,
             col=1,
         )
-        if part["total_tokens_per_s"].notna().any() and label != "failed":
+        if part[metric].notna().any() and label != "failed":
             figure.add_trace(
                 go.Scatter(
                     x=part["order"],
-                    y=part["total_tokens_per_s"],
+                    y=part[metric],
                     name=label,
                     legendgroup=label,
                     showlegend=False,
                     mode="markers",
                     marker=marker,
                     text=text,
-                    hovertemplate="%{text}<br>%{y:,.0f} total tokens/s<extra></extra>",
+                    hovertemplate=f"%{{text}}<br>%{{y:,.4~g}} {unit}<extra></extra>",
                 ),
                 row=2,
                 col=1,
             )
-    best = _best_so_far(rows)
+    best = _best_so_far(rows, metric)
     if best.notna().any():
         figure.add_trace(
             go.Scatter(
@@ -96,7 +102,7 @@ def draw_history(folder: RunFolder) -> Drawing:
                 name="best so far",
                 mode="lines",
                 line={"color": GREEN, "width": 1.75, "shape": "hv"},
-                hovertemplate="best after run %{x}: %{y:,.0f} total tokens/s<extra></extra>",
+                hovertemplate=f"best after run %{{x}}: %{{y:,.4~g}} {unit}<extra></extra>",
             ),
             row=2,
             col=1,
@@ -112,7 +118,7 @@ def draw_history(folder: RunFolder) -> Drawing:
         col=1,
     )
     if measured:
-        figure.update_yaxes(title_text="total tokens/s", row=2, col=1)
+        figure.update_yaxes(title_text=unit, row=2, col=1)
     figure.update_xaxes(range=[0.4, len(rows) + 0.6])
     figure.update_xaxes(title_text="run, in the order they started", tickformat="d", row=1 + measured, col=1)
     return Drawing(
@@ -139,23 +145,30 @@ def history_finding(folder: RunFolder, rows: pd.DataFrame) -> str:
     tail = f", then {count(repeats, 'repeat')} of the contenders" if repeats else ""
     sentence = f"{count(len(trials), 'trial')}: {listing(states)}{tail}."
     feasible = trials[(trials["state"] == "complete") & trials["feasible"].isin([True])]
-    feasible = feasible[feasible["total_tokens_per_s"].notna()]
+    metric, unit, noun = _objective(folder)
+    feasible = feasible[feasible[metric].notna()]
     if feasible.empty:
         return sentence
-    best = highest(feasible, "total_tokens_per_s")
+    best = highest(feasible, metric)
     place = trials.index.get_loc(best.name)
-    within = feasible[feasible["total_tokens_per_s"] >= 0.99 * best["total_tokens_per_s"]].iloc[0]
+    within = feasible[feasible[metric] >= 0.99 * best[metric]].iloc[0]
     early = trials.index.get_loc(within.name)
     return (
-        f"{sentence} Trial {int(str(place)) + 1} found the highest feasible throughput, "
-        f"{rate(best['total_tokens_per_s'])} total tokens/s (budget {best['label']})"
+        f"{sentence} Trial {int(str(place)) + 1} found the highest feasible {noun}, "
+        f"{rate(best[metric])} {unit} (budget {best['label']})"
         + (f"; trial {int(str(early)) + 1} was already within 1% of it." if early != place else ".")
     )
 
 
-def _best_so_far(rows: pd.DataFrame) -> pd.Series:
+def _objective(folder: RunFolder) -> tuple[str, str, str]:
+    """The column that the study maximised, where its trials have it, with its unit and what it is called."""
+    metric, unit, noun = OBJECTIVES.get(folder.answer.objective, THROUGHPUT)
+    return (metric, unit, noun) if metric in folder.search and folder.search[metric].notna().any() else THROUGHPUT
+
+
+def _best_so_far(rows: pd.DataFrame, metric: str) -> pd.Series:
     feasible = (rows["state"] == "complete") & rows["feasible"].isin([True]) & (rows["role"] == "search")
-    return rows["total_tokens_per_s"].where(feasible).cummax().ffill()
+    return rows[metric].where(feasible).cummax().ffill()
 
 
 def _reason(row: pd.Series) -> str:
