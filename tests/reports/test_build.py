@@ -283,6 +283,25 @@ def test_confidence_and_what_changes_it_are_the_studys_own_where_it_states_them(
     assert "SLO 10% tighter 64 128 would miss it." in seen
 
 
+def test_changes_that_fill_a_grid_are_one_and_those_that_move_the_budget_are_told(tmp_path: Path) -> None:
+    folder = make_folder(policies=False)
+    budget = folder.recommendation["token_budget"]
+    folder.recommendation |= {
+        "sensitivity": [
+            {"change": f"{what} {word}", "token_budget": 64 if moved else budget, "statement": f"{what} {word}: said."}
+            for what, word, moved in (
+                ("SLO", "halved", True),
+                ("SLO", "doubled", False),
+                ("load", "halved", False),
+                ("load", "doubled", False),
+            )
+        ],
+    }
+    seen = words(build(folder, tmp_path))
+    assert f"Budget if halved doubled SLO 64 {budget} load {budget} {budget} SLO halved: said." in seen
+    assert "SLO doubled: said." not in seen
+
+
 def test_stopped_runs_that_differ_in_figures_alone_are_told_once(tmp_path: Path) -> None:
     folder = make_folder(policies=False)
     for number, row in enumerate(folder.trials[:3]):
