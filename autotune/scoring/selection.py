@@ -187,7 +187,7 @@ class Judge:
     def least_equal(self, top: float) -> float:
         """The lowest figure that is within ``indifference`` of ``top`` for certain: either may be off by the resolution
         of its measurement."""
-        return (1.0 - self.indifference) * (1.0 + self.objective.resolution) * top
+        return (1.0 - self.indifference) * (1.0 + self.objective.resolution) ** 2 * top
 
     def decide(self, group: Sequence[Contender], feasible: Sequence[Contender]) -> tuple[Contender, Decision]:
         """The winner among equals, and the rule that set it apart from the last one left beside it."""
