@@ -20,7 +20,7 @@ from ..engine.model.hf_config import launch_name
 from ..engine.server.command import served_model
 from ..engine.slo import parse_limit, parse_tbt
 from ..kernels.errors import did_you_mean
-from ..kernels.silicon import FRAMEWORKS
+from ..kernels.latency.silicon import FRAMEWORKS
 from .scoring.objective import AUTO, OBJECTIVES, parse_share
 from .words import DTYPES, HOST_DEVICES, PROFILE_SUFFIX, device_word, dtype_word
 

@@ -15,7 +15,7 @@ from ..engine.modelled.executor import ModelledExecutor
 from ..engine.modelled.pipeline import AnyModelled, Link, ModelledPipeline
 from ..engine.server.engine import Target
 from ..engine.torch_executor import TorchExecutor
-from ..kernels.silicon import FRAMEWORKS, SiliconError, SystemInfo, SystemSpec, list_systems, system_spec
+from ..kernels.latency.silicon import FRAMEWORKS, SiliconError, SystemInfo, SystemSpec, list_systems, system_spec
 from .config import TuneConfig
 from .profiles import list_profiles, profile_executor
 from .words import check_system, fitting_systems

@@ -23,7 +23,7 @@ from ..engine.metrics import SLO
 from ..engine.modelled.executor import ModelledExecutor, kv_bytes_per_token
 from ..engine.modelled.pipeline import Link
 from ..engine.workloads.workload import assign_arrivals, scale_load
-from ..kernels.silicon import SystemSpec, system_spec
+from ..kernels.latency.silicon import SystemSpec, system_spec
 from .config import TuneConfig
 from .problem import Problem, unit_rate
 from .scoring.capacity import bisect_rate

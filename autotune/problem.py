@@ -16,10 +16,10 @@ from ..engine.token_costs import TokenCosts
 from ..engine.workloads.presets import preset_workload
 from ..engine.workloads.traces import load_trace
 from ..engine.workloads.workload import assign_arrivals, mean_rate
-from ..kernels.latency import LatencyTable
-from ..kernels.measure import GEMM_KERNELS
-from ..kernels.tile_report import TileAnalysis, candidate_edges
-from ..kernels.tiles import tile_edges
+from ..kernels.latency.measure import GEMM_KERNELS
+from ..kernels.latency.table import LatencyTable
+from ..kernels.ops.gemm_tiles import tile_edges
+from ..kernels.tiles.tile_report import TileAnalysis, candidate_edges
 from .config import DEFAULTS_BY_DEVICE, TuneConfig
 from .devices import modelled_kernels
 from .profiles import profile_staircase

@@ -14,10 +14,10 @@ from ..engine.model.hf_config import resolve_model
 from ..engine.modelled.executor import ModelledExecutor
 from ..engine.modelled.pipeline import AnyModelled, Link, ModelledPipeline
 from ..engine.profiling.profile import Profile, measure_profile
-from ..kernels.latency import LatencyTable
-from ..kernels.latency_file import LatencyFileError, load_table
-from ..kernels.sweep import Sweep
-from ..kernels.tile_report import TileAnalysis, analyse
+from ..kernels.latency.file import LatencyFileError, load_table
+from ..kernels.latency.sweep import Sweep
+from ..kernels.latency.table import LatencyTable
+from ..kernels.tiles.tile_report import TileAnalysis, analyse
 from .config import TuneConfig
 from .recommendation.recommendation import model_key
 from .recommendation.store import store_dir

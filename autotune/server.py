@@ -18,7 +18,7 @@ from ..engine.model.hf_config import resolve_model
 from ..engine.server.command import CommandLine, template_command
 from ..engine.server.engine import ServerEngine, Target
 from ..engine.slo import SLO_MULTIPLES
-from ..kernels.tiles import tile_edges
+from ..kernels.ops.gemm_tiles import tile_edges
 from .config import TuneConfig
 from .devices import make_executor
 from .problem import TILE_SOURCE, DeviceFacts, budget_bounds, make_engine_config, read_device

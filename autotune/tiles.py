@@ -10,15 +10,15 @@ import torch
 
 from ..engine.device import DTYPES
 from ..engine.model.hf_config import resolve_model
-from ..kernels.config_map import MEASURED_TOKENS, ConfigMap, measured_map, predicted_map
 from ..kernels.errors import did_you_mean
 from ..kernels.gpus import device_limits
-from ..kernels.measure import GEMM_KERNELS, measure_gemms, token_grid
+from ..kernels.latency.measure import GEMM_KERNELS, measure_gemms, token_grid
+from ..kernels.latency.silicon import DTYPES as SILICON_DTYPES
+from ..kernels.latency.silicon import FRAMEWORKS, Silicon
+from ..kernels.latency.sweep import read_sweeps
 from ..kernels.model_shape import ModelShape
-from ..kernels.silicon import DTYPES as SILICON_DTYPES
-from ..kernels.silicon import FRAMEWORKS, Silicon
-from ..kernels.sweep import read_sweeps
-from ..kernels.tile_report import TileAnalysis, WaveContext, analyse
+from ..kernels.tiles.config_map import MEASURED_TOKENS, ConfigMap, measured_map, predicted_map
+from ..kernels.tiles.tile_report import TileAnalysis, WaveContext, analyse
 from .devices import DEFAULT_DTYPES, resolve_device
 from .words import HOST_DEVICES, check_system, device_word, dtype_word
 

@@ -14,7 +14,7 @@ from time import perf_counter
 from ..engine import Workload
 from ..engine.modelled.pipeline import AnyModelled
 from ..engine.server.engine import Target
-from ..kernels.latency import LatencyTable
+from ..kernels.latency.table import LatencyTable
 from ..reports import build_report
 from .config import TuneConfig
 from .devices import known_spec, visible_gpus

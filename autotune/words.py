@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..kernels.errors import did_you_mean
-from ..kernels.silicon import SiliconError, list_systems, system_spec
+from ..kernels.latency.silicon import SiliconError, list_systems, system_spec
 
 #: Devices whose time is measured here; every other name is a system of the silicon tables, whose time is modelled.
 HOST_DEVICES = ("auto", "cpu", "cuda")

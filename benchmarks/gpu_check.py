@@ -100,7 +100,7 @@ def environment(seed: int) -> dict[str, object]:
 
 def compile_only() -> int:
     """The compile matrix, for a machine without a GPU."""
-    from tilebudget.kernels.inspect import compile_matrix
+    from tilebudget.kernels.inspect.report import compile_matrix
 
     print("no CUDA device is visible to torch: compiling the kernels instead of running them")
 

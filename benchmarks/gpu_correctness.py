@@ -7,14 +7,14 @@ from dataclasses import asdict
 
 import numpy as np
 import torch
-from tilebudget.kernels.activation import silu_mul, silu_mul_ref
-from tilebudget.kernels.attention import attention, attention_ref
-from tilebudget.kernels.gemm import FP8, FP8_ARCHS, gemm, gemm_ref
-from tilebudget.kernels.launch import limits_of
-from tilebudget.kernels.norm import rms_norm, rms_norm_ref
-from tilebudget.kernels.rotary import rotary_write, rotary_write_ref
-from tilebudget.kernels.tiles import default_gemm_configs
-from tilebudget.kernels.tolerances import deviation
+from tilebudget.kernels.ops.activation import silu_mul, silu_mul_ref
+from tilebudget.kernels.ops.attention import attention, attention_ref
+from tilebudget.kernels.ops.gemm import FP8, FP8_ARCHS, gemm, gemm_ref
+from tilebudget.kernels.ops.gemm_tiles import default_gemm_configs
+from tilebudget.kernels.ops.launch import limits_of
+from tilebudget.kernels.ops.norm import rms_norm, rms_norm_ref
+from tilebudget.kernels.ops.rotary import rotary_write, rotary_write_ref
+from tilebudget.kernels.ops.tolerances import deviation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -13,13 +13,13 @@ from time import perf_counter
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tilebudget.kernels.attention import attention
-from tilebudget.kernels.config_map import measured_map
-from tilebudget.kernels.gemm import gemm
-from tilebudget.kernels.measure import sample_calls
+from tilebudget.kernels.latency.measure import sample_calls
+from tilebudget.kernels.latency.sweep import Sweep
 from tilebudget.kernels.model_shape import ModelShape
-from tilebudget.kernels.staircase import find_edges
-from tilebudget.kernels.sweep import Sweep
+from tilebudget.kernels.ops.attention import attention
+from tilebudget.kernels.ops.gemm import gemm
+from tilebudget.kernels.tiles.config_map import measured_map
+from tilebudget.kernels.tiles.staircase import find_edges
 
 sys.path.insert(0, str(Path(__file__).parent))  # python -P leaves the script's own folder out
 from gpu_correctness import DEVICE, Rows, check_kernels, random

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tilebudget.kernels.sampling import AdaptiveSampler
-from tilebudget.kernels.sweep import FloatArray, Sweep, read_sweeps
+from tilebudget.kernels.latency.sampling import AdaptiveSampler
+from tilebudget.kernels.latency.sweep import FloatArray, Sweep, read_sweeps
 
 FILE_HINT_SHARE = 1.0
 """How much an edge in any other sweep of the file counts, beside one in the same operation at another degree."""

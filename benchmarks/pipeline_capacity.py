@@ -42,8 +42,8 @@ from tilebudget.engine import (
 from tilebudget.engine.distributed.partition import Partition
 from tilebudget.engine.model.config import ModelConfig
 from tilebudget.engine.modelled.pipeline import Link, ModelledPipeline
-from tilebudget.kernels.silicon import Silicon, system_spec
-from tilebudget.kernels.silicon_table import silicon_table
+from tilebudget.kernels.latency.silicon import Silicon, system_spec
+from tilebudget.kernels.latency.silicon_table import silicon_table
 
 SYSTEM, FRAMEWORK = "a100_sxm", "sglang"
 TENSOR_PARALLEL, PIPELINE_PARALLEL = 4, 2

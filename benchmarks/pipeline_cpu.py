@@ -52,7 +52,7 @@ from tilebudget.engine.modelled.pipeline import Link, ModelledPipeline
 from tilebudget.engine.pipeline_clock import PipelineClock
 from tilebudget.engine.profiling.profile import measure_profile
 from tilebudget.engine.torch_executor import TorchExecutor
-from tilebudget.kernels.latency import LatencyTable
+from tilebudget.kernels.latency.table import LatencyTable
 
 BUDGETS = (64, 128, 256, 512, 1024, None)
 BARRED_STAGES = 2

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 from tilebudget.engine.modelled.executor import ModelledExecutor
-from tilebudget.kernels.latency import IterationShape, LatencyTable
+from tilebudget.kernels.latency.table import IterationShape, LatencyTable
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 CONTEXT_TOKENS = 1024

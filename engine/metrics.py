@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from ..kernels.tiles import tile_waste
+from ..kernels.ops.gemm_tiles import tile_waste
 from .bubbles import BUBBLE_CAUSES, find_bubbles
 from .pipeline import PIPELINE_STAGES, replay
 from .record import FloatArray, IntArray, RunRecord, narrow

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from tilebudget.kernels import inspect
-from tilebudget.kernels.measure import sample_calls
+from tilebudget.kernels.inspect import report as inspect
+from tilebudget.kernels.latency.measure import sample_calls
 from tilebudget.kernels.model_shape import ModelShape
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"

@@ -16,7 +16,7 @@ from ...engine.model.hf_config import resolve_model
 from ...engine.modelled.executor import ModelledExecutor
 from ...engine.server.engine import AnyEngine, engine_on
 from ...engine.workloads.workload import clip_lengths, scale_load
-from ...kernels.latency import LatencyTable
+from ...kernels.latency.table import LatencyTable
 from ..problem import Problem
 from ..scoring.selection import promising
 from ..study.parallel import side_by_side

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...engine.metrics import LIMITED, QUANTILE_FIELDS, SLO
-from ...kernels.latency import LatencyTable
-from ...kernels.step_curve import StepCurve
-from ...kernels.sweep import FOUR_GEMMS, SOURCES
+from ...kernels.latency.step_curve import StepCurve
+from ...kernels.latency.sweep import FOUR_GEMMS, SOURCES
+from ...kernels.latency.table import LatencyTable
 from ..scoring.objective import THROUGHPUT, Objective
 from ..scoring.selection import TELLING_SHARE, Choice, Contender, Judge, Spread, chunking_buys_nothing
 from ..study.space import SearchSpace

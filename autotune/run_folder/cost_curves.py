@@ -15,8 +15,8 @@ import numpy as np
 
 from ...engine import Workload
 from ...engine.modelled.executor import ELEMENT_BYTES, WEIGHT_BYTES
-from ...kernels.latency import LatencyTable
-from ...kernels.silicon import SystemSpec
+from ...kernels.latency.silicon import SystemSpec
+from ...kernels.latency.table import LatencyTable
 
 CURVES_FILE = "cost_curves.json"
 

@@ -17,8 +17,8 @@ from ...engine.model.config import ModelConfig
 from ...engine.model.hf_config import resolve_model
 from ...engine.profiling.profile import Profile, measure_profile, modelled_as
 from ...engine.server.engine import ServerEngine
-from ...kernels.latency import LatencyTable
-from ...kernels.latency_file import table_from_json, table_to_json
+from ...kernels.latency.file import table_from_json, table_to_json
+from ...kernels.latency.table import LatencyTable
 from ..problem import Problem
 from ..run_folder.run_folder import RunFolder
 from ..scoring.objective import THROUGHPUT

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from ...kernels.measure import time_calls
-from ...kernels.tolerances import deviation
+from ...kernels.latency.measure import time_calls
+from ...kernels.ops.tolerances import deviation
 from ..config import KERNELS
 from ..kv_cache import BlockManager
 from ..request import Batch, Request, Sequence
@@ -68,7 +68,7 @@ def measured_ops(
 ) -> TorchOps:
     """The op set that was faster here, operation by operation, over the two batches (geometric mean of the ratios).
 
-    A kernel that fails, or whose result is off by more than ``kernels.tolerances`` allows, is not used and its note
+    A kernel that fails, or whose result is off by more than ``kernels.ops.tolerances`` allows, is not used and its note
     says so.
     """
     device, dtype = weights.device, weights.dtype

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from ...kernels.activation import silu_mul
-from ...kernels.attention import MAX_HEAD_DIM, attention
-from ...kernels.attention_tiles import (
+from ...kernels.ops.activation import silu_mul
+from ...kernels.ops.attention import MAX_HEAD_DIM, attention
+from ...kernels.ops.attention_tiles import (
     ATTENTION_CONFIGS,
     ATTENTION_CONFIGS_FP32,
     MAX_SPLITS,
@@ -21,11 +21,11 @@ from ...kernels.attention_tiles import (
     next_power_of_two,
     select_attention_config,
 )
-from ...kernels.gemm import gemm
-from ...kernels.launch import limits_of
-from ...kernels.norm import MAX_HIDDEN, rms_norm
-from ...kernels.rotary import rotary_write
-from ...kernels.tiles import TileConfig, select_config
+from ...kernels.ops.gemm import gemm
+from ...kernels.ops.gemm_tiles import TileConfig, select_config
+from ...kernels.ops.launch import limits_of
+from ...kernels.ops.norm import MAX_HIDDEN, rms_norm
+from ...kernels.ops.rotary import rotary_write
 from .config import ModelConfig
 from .input import BatchRows, ModelInput, send
 from .linear import Linear
@@ -153,7 +153,8 @@ class AttentionInput:
 
     ``positions`` and ``slots`` have one entry a row: where it stands in its sequence, and the place of its key and
     value, block * block_size + offset, negative to write none. ``starts`` ``[sequences + 1]``, ``contexts``
-    ``[sequences]`` and ``block_table`` as in ``kernels.attention``; the two bounds may be too large, never too small.
+    ``[sequences]`` and ``block_table`` as in ``kernels.ops.attention``; the two bounds may be too large, never too
+    small.
     """
 
     positions: Tensor

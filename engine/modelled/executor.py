@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from ...kernels.compiled_latency import CompiledLatency
-from ...kernels.latency import LatencyTable
-from ...kernels.silicon import Silicon, system_spec
-from ...kernels.silicon_table import silicon_table
+from ...kernels.latency.compiled import CompiledLatency
+from ...kernels.latency.silicon import Silicon, system_spec
+from ...kernels.latency.silicon_table import silicon_table
+from ...kernels.latency.table import LatencyTable
 from ..config import EngineConfig
 from ..executor import OutOfMemoryError, StepResult
 from ..kv_cache import BlockManager

@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from ...kernels.sweep import FloatArray, IntArray
+from ...kernels.latency.sweep import FloatArray, IntArray
 from ..config import EngineConfig
 from ..executor import ExecutorWrapper, StepResult
 from ..kv_cache import BlockManager

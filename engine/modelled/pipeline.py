@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ...kernels.compiled_latency import CompiledLatency
-from ...kernels.latency import LatencyTable
-from ...kernels.silicon import Silicon, SystemSpec, system_spec
-from ...kernels.silicon_table import silicon_table
+from ...kernels.latency.compiled import CompiledLatency
+from ...kernels.latency.silicon import Silicon, SystemSpec, system_spec
+from ...kernels.latency.silicon_table import silicon_table
+from ...kernels.latency.table import LatencyTable
 from ..config import EngineConfig
 from ..distributed.partition import Partition
 from ..executor import PipelinedStepResult

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
-from ...kernels.latency import IterationShape, LatencyTable
-from ...kernels.latency_file import LatencyFileError, table_to_json
+from ...kernels.latency.file import LatencyFileError, table_to_json
+from ...kernels.latency.table import IterationShape, LatencyTable
 from .fit import Subject, TimedIteration
 from .grid import ProfileGrid
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...kernels.latency import IterationShape, LatencyTable
+from ...kernels.latency.step_curve import StepCurve
+from ...kernels.latency.surface import Surface
+from ...kernels.latency.sweep import SOURCES, FloatArray, IntArray, Sweep
+from ...kernels.latency.table import IterationShape, LatencyTable
 from ...kernels.model_shape import ModelShape
-from ...kernels.step_curve import StepCurve
-from ...kernels.surface import Surface
-from ...kernels.sweep import SOURCES, FloatArray, IntArray, Sweep
 from .grid import SPLIT_CHUNK_TOKENS, ProfileGrid
 
 #: A part that its difference says is free, or less, costs this share of the iteration that it was measured in.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...kernels.latency import IterationShape
-from ...kernels.measure import token_grid
+from ...kernels.latency.measure import token_grid
+from ...kernels.latency.table import IterationShape
 
 #: Chunks of this many tokens tell what each further chunk of a batch costs.
 SPLIT_CHUNK_TOKENS = 16

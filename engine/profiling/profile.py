@@ -16,8 +16,8 @@ from time import perf_counter
 
 import numpy as np
 
-from ...kernels.latency import IterationShape, LatencyTable
-from ...kernels.sampling import AdaptiveSampler
+from ...kernels.latency.sampling import AdaptiveSampler
+from ...kernels.latency.table import IterationShape, LatencyTable
 from ..config import EngineConfig
 from ..engine import Engine
 from ..executor import Executor, ExecutorWrapper, StepResult

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from ...kernels.latency import IterationShape
+from ...kernels.latency.table import IterationShape
 from ..config import EngineConfig
 from ..engine import Engine
 from ..executor import Executor, StepResult

@@ -11,8 +11,8 @@ from tilebudget.autotune.run_folder.importance import parameter_importance
 from tilebudget.autotune.study.trial import TrialRow
 from tilebudget.engine import Request, Workload
 from tilebudget.engine.modelled.executor import ModelledExecutor
-from tilebudget.kernels.latency import IterationShape, LatencyTable
-from tilebudget.kernels.silicon import system_spec
+from tilebudget.kernels.latency.silicon import system_spec
+from tilebudget.kernels.latency.table import IterationShape, LatencyTable
 from tilebudget.reports.data.cost_curves import parse_cost_curves
 from tilebudget.reports.data.json_object import JsonObject
 

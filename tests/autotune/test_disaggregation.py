@@ -22,7 +22,7 @@ from tilebudget.autotune.disaggregation import (
 from tilebudget.autotune.problem import Problem, load_workload, read_device, state_problem
 from tilebudget.engine.disaggregated import Split
 from tilebudget.engine.metrics import Limit
-from tilebudget.kernels.silicon import system_spec
+from tilebudget.kernels.latency.silicon import system_spec
 
 CONFIG = TuneConfig(
     model="llama-3.1-8b",

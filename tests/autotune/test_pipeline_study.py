@@ -16,7 +16,7 @@ from tilebudget.engine import BUBBLE_CAUSES, Engine, EngineConfig, Workload, com
 from tilebudget.engine.distributed.partition import Partition
 from tilebudget.engine.model.config import ModelConfig
 from tilebudget.engine.modelled.pipeline import Link, ModelledPipeline
-from tilebudget.kernels.latency_file import save_table
+from tilebudget.kernels.latency.file import save_table
 
 SETTINGS = {"max_num_seqs": 8, "max_model_len": 2048, "max_budget": 512, "tbt_slo": "relaxed", "num_trials": 8}
 

@@ -20,7 +20,7 @@ from tilebudget.autotune.study.trial import TrialRow, TrialRunner
 from tilebudget.autotune.study.warm_start import NUM_SUGGESTIONS, suggest, warm_start
 from tilebudget.engine import Workload
 from tilebudget.engine.server.engine import engine_on
-from tilebudget.kernels.latency_file import load_table
+from tilebudget.kernels.latency.file import load_table
 
 CONFIG = TuneConfig(max_num_seqs=8, max_model_len=1200, tbt_slo="15ms", num_trials=8, max_budget=1024)
 EDGES = range(128, 1025, 128)

@@ -6,7 +6,7 @@ import pytest
 from tilebudget.autotune import words
 from tilebudget.autotune.config import TuneConfig
 from tilebudget.autotune.words import device_word, dtype_word
-from tilebudget.kernels.silicon import SystemInfo
+from tilebudget.kernels.latency.silicon import SystemInfo
 
 
 @pytest.mark.parametrize(

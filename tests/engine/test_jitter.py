@@ -13,8 +13,8 @@ from tilebudget.engine.modelled.executor import ModelledExecutor
 from tilebudget.engine.modelled.jitter import Jitter, JitteredExecutor
 from tilebudget.engine.profiling.fit import TimedIteration, predict_runs
 from tilebudget.engine.profiling.profile import Profile, measure_profile, modelled_as
-from tilebudget.kernels.latency import IterationShape
-from tilebudget.kernels.sweep import FloatArray, IntArray
+from tilebudget.kernels.latency.sweep import FloatArray, IntArray
+from tilebudget.kernels.latency.table import IterationShape
 
 MODEL = PRESETS["tiny-llama"]
 LIMITS = EngineConfig(token_budget=1024, max_num_seqs=16, max_model_len=1024)

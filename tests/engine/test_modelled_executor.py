@@ -23,7 +23,7 @@ from tilebudget.engine import (
 from tilebudget.engine.executor import ExecutorWrapper
 from tilebudget.engine.model.config import ModelConfig
 from tilebudget.engine.modelled.executor import ModelledExecutor
-from tilebudget.kernels.latency import IterationShape
+from tilebudget.kernels.latency.table import IterationShape
 
 
 class OneByOne(ExecutorWrapper):

@@ -25,8 +25,8 @@ from tilebudget.engine import (
 from tilebudget.engine.distributed.partition import Partition
 from tilebudget.engine.modelled.executor import ModelledExecutor
 from tilebudget.engine.modelled.pipeline import Link, ModelledPipeline, system_links
-from tilebudget.kernels.latency import LatencyTable
-from tilebudget.kernels.silicon import SystemSpec
+from tilebudget.kernels.latency.silicon import SystemSpec
+from tilebudget.kernels.latency.table import LatencyTable
 
 NO_COST = Link(bytes_per_s=float("inf"))
 

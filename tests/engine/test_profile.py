@@ -15,8 +15,8 @@ from tilebudget.engine.profiling.grid import ProfileGrid
 from tilebudget.engine.profiling.profile import measure_profile
 from tilebudget.engine.profiling.timer import loop_overhead_ms
 from tilebudget.engine.torch_executor import TorchExecutor
-from tilebudget.kernels.latency import IterationShape, LatencyTable
-from tilebudget.kernels.latency_file import LatencyFileError, load_table
+from tilebudget.kernels.latency.file import LatencyFileError, load_table
+from tilebudget.kernels.latency.table import IterationShape, LatencyTable
 
 MODEL = PRESETS["tiny-llama"]
 LIMITS = EngineConfig(token_budget=1024, max_num_seqs=16, max_model_len=1024)

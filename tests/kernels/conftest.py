@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tilebudget.kernels.gemm import _gemm_kernel
-from tilebudget.kernels.tolerances import deviation
+from tilebudget.kernels.ops.gemm import _gemm_kernel
+from tilebudget.kernels.ops.tolerances import deviation
 from triton.runtime import JITFunction
 
 Compare = Callable[[torch.Tensor, torch.Tensor], None]

@@ -39,7 +39,7 @@ def main() -> None:
     from tilebudget.engine.model.model import Model
     from tilebudget.engine.model.triton_ops import TritonOps, TritonPagedKV
     from tilebudget.engine.model.weights import random_weights
-    from tilebudget.kernels import activation, attention, gemm, norm, rotary
+    from tilebudget.kernels.ops import activation, attention, gemm, norm, rotary
 
     modules: list[Any] = [activation, attention, gemm, norm, rotary]
     for module in modules:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from tilebudget.engine.model.config import PRESETS
 from tilebudget.engine.modelled.executor import ModelledExecutor
-from tilebudget.kernels.latency import LatencyTable
-from tilebudget.kernels.step_curve import StepCurve
-from tilebudget.kernels.surface import Surface
-from tilebudget.kernels.sweep import Sweep
+from tilebudget.kernels.latency.step_curve import StepCurve
+from tilebudget.kernels.latency.surface import Surface
+from tilebudget.kernels.latency.sweep import Sweep
+from tilebudget.kernels.latency.table import LatencyTable
 
 EDGES = range(64, 1025, 64)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from tilebudget.engine.model.config import ModelConfig
-from tilebudget.kernels.latency import LatencyTable
-from tilebudget.kernels.step_curve import StepCurve
-from tilebudget.kernels.surface import Surface
-from tilebudget.kernels.sweep import Sweep
+from tilebudget.kernels.latency.step_curve import StepCurve
+from tilebudget.kernels.latency.surface import Surface
+from tilebudget.kernels.latency.sweep import Sweep
+from tilebudget.kernels.latency.table import LatencyTable
 
 MODEL = ModelConfig(
     name="small",
