@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .request import Sequence
+
 
 class BlockManager:
     """Hands out KV blocks to slots (running sequences) and takes them back.
@@ -72,12 +74,26 @@ class BlockManager:
             raise
         return slot
 
-    def append_block(self, slot: int) -> bool:
-        """Give ``slot`` one more block; False when none is free."""
-        if not self.num_free:
+    def hold(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Let ``sequence`` hold a slot and the blocks of its first ``num_tokens`` tokens, some of which it may hold
+        already. False, and nothing is taken, when the free blocks do not suffice. Raises ValueError when no slot is
+        free."""
+        size = self.block_size
+        count = max(0, -(-(num_tokens - sequence.kv_capacity) // size))
+        if count > self.num_free:
             return False
-        self.append_blocks(slot, 1)
+        if sequence.slot < 0:
+            sequence.slot = self.allocate(num_tokens)
+        else:
+            self.append_blocks(sequence.slot, count)
+        sequence.kv_capacity += count * size
         return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Take back the slot of ``sequence`` and all its blocks."""
+        self.free(sequence.slot)
+        sequence.slot = -1
+        sequence.kv_capacity = 0
 
     def append_blocks(self, slot: int, count: int) -> None:
         """Give ``slot`` ``count`` more blocks. Raises ValueError when they are not free."""

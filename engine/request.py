@@ -91,16 +91,19 @@ class Sequence:
     ``num_tokens`` counts the known tokens (prompt and generated), ``num_computed`` those whose keys and
     values are in the cache. A prefill (the first, or the recomputation after a preemption) runs until
     ``num_computed == num_tokens``; that iteration yields the next token. ``slot`` is the row of the block
-    table that it holds while it runs, -1 otherwise; ``kv_capacity`` the tokens its blocks can hold. ``was_deferred``
-    says that a policy has put part of its prompt off once.
+    table that it holds while it runs, -1 otherwise; ``kv_capacity`` the tokens its blocks can hold. ``is_decode``
+    says that its prefill has ended, so that it gets a token in each iteration. ``note`` is what the policy remembers
+    of it.
     """
 
     __slots__ = (
         "arrival_s",
         "first_scheduled_s",
         "index",
+        "is_decode",
         "kv_capacity",
         "last_token_s",
+        "note",
         "num_computed",
         "num_generated",
         "num_preemptions",
@@ -110,7 +113,6 @@ class Sequence:
         "request",
         "slot",
         "token_ids",
-        "was_deferred",
     )
 
     def __init__(self, index: int, request: Request, token_ids: npt.NDArray[np.int64] | None = None) -> None:
@@ -128,7 +130,8 @@ class Sequence:
         self.first_scheduled_s = float("nan")
         self.last_token_s = float("nan")
         self.token_ids = token_ids
-        self.was_deferred = False
+        self.is_decode = False
+        self.note: str | None = None
 
     @property
     def num_uncomputed(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tilebudget.engine import BlockManager
+from tilebudget.engine import BlockManager, Request, Sequence
 
 
 def manager(num_blocks: int = 8, max_num_seqs: int = 4, max_blocks_per_seq: int = 6) -> BlockManager:
@@ -18,7 +18,7 @@ def test_allocate_takes_whole_blocks() -> None:
     kv = manager()
     slot = kv.allocate(33)
     assert (kv.num_used, kv.num_free, kv.num_free_slots) == (3, 5, 3)
-    assert kv.append_block(slot)
+    kv.append_blocks(slot, 1)
     assert len(set(kv.block_table[slot, :4].tolist())) == 4
     kv.free(slot)
     assert (kv.num_used, kv.num_free_slots) == (0, 4)
@@ -34,7 +34,7 @@ def test_the_block_freed_last_is_used_first() -> None:
     first, second = kv.allocate(16), kv.allocate(16)
     block = kv.block_table[first, 0]
     kv.free(first)
-    assert kv.append_block(second)
+    kv.append_blocks(second, 1)
     assert kv.block_table[second, 1] == block
 
 
@@ -52,7 +52,8 @@ def test_refusals_leave_nothing_taken() -> None:
         kv.allocate(48)
     assert (kv.num_used, kv.num_free_slots) == (0, 1)
     slot = kv.allocate(32)
-    assert not kv.append_block(slot)
+    with pytest.raises(ValueError, match="1 KV blocks asked for, 0 are free"):
+        kv.append_blocks(slot, 1)
     with pytest.raises(ValueError, match="no free slot"):
         kv.allocate(16)
 
@@ -63,8 +64,22 @@ def test_a_row_cannot_outgrow_the_table() -> None:
         kv.allocate(48)
     slot = kv.allocate(32)
     with pytest.raises(ValueError, match="would hold 3 blocks, the table has 2"):
-        kv.append_block(slot)
+        kv.append_blocks(slot, 1)
     assert kv.num_used == 2
+
+
+def test_a_sequence_holds_what_its_tokens_need() -> None:
+    kv = manager(num_blocks=4, max_num_seqs=1)
+    sequence = Sequence(0, Request(arrival_s=0.0, prompt_tokens=40, output_tokens=9))
+    assert kv.hold(sequence, 17)
+    assert (sequence.slot, sequence.kv_capacity, kv.num_used) == (0, 32, 2)
+    assert kv.hold(sequence, 32), "held already"
+    assert kv.num_used == 2
+    assert kv.hold(sequence, 33)
+    assert not kv.hold(sequence, 65), "it would need a fifth block"
+    assert (sequence.kv_capacity, kv.num_used) == (48, 3)
+    kv.release(sequence)
+    assert (sequence.slot, sequence.kv_capacity, kv.num_used, kv.num_free_slots) == (-1, 0, 0, 1)
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_num_seqs", "max_blocks_per_seq"])
@@ -91,7 +106,8 @@ def test_no_block_is_ever_shared_or_lost(operations: list[tuple[str, int]]) -> N
             if operation == "free":
                 kv.free(slot)
                 del held[slot]
-            elif held[slot] < 6 and kv.append_block(slot):
+            elif held[slot] < 6 and kv.num_free:
+                kv.append_blocks(slot, 1)
                 held[slot] += 1
         owned = [block for slot, count in held.items() for block in kv.block_table[slot, :count].tolist()]
         assert len(set(owned)) == len(owned) == kv.num_used
