@@ -105,7 +105,6 @@ class Scheduler(ABC):
                 continue
             emitted.append(sequence)
             sequence.num_tokens += 1
-            sequence.num_generated += 1
             sequence.is_decode = True
             if sequence.finished:
                 finished.append(sequence)
@@ -140,7 +139,7 @@ class Scheduler(ABC):
 
     def longest_decode_run(self, batch: Batch) -> int:
         """Iterations until one of the decodes of ``batch`` has finished, or until the free KV blocks do not last."""
-        length = min([sequence.output_tokens - sequence.num_generated for sequence in batch.decodes])
+        length = min([sequence.total_tokens - sequence.num_tokens for sequence in batch.decodes])
         if len(batch.decodes) * (length // self.kv.block_size + 1) <= self.kv.num_free:
             return length
         # Few free blocks: the longest run whose last iteration still has them. This iteration's are taken already.
@@ -179,8 +178,7 @@ class Scheduler(ABC):
         finished = []
         for sequence in decodes:
             sequence.num_computed += num_tokens
-            sequence.num_tokens += num_tokens
-            sequence.num_generated = generated = sequence.num_generated + num_tokens
-            if generated >= sequence.output_tokens:
+            sequence.num_tokens = known = sequence.num_tokens + num_tokens
+            if known >= sequence.total_tokens:
                 finished.append(sequence)
         return finished

@@ -266,7 +266,6 @@ def _decode_at(index: int, context_tokens: int, executor: AnyExecutor, kv: Block
     sequence = Sequence(index, request, token_ids)
     sequence.num_tokens = context_tokens
     sequence.num_computed = context_tokens - 1
-    sequence.num_generated = 1
     kv.hold(sequence, context_tokens)
     return sequence
 

@@ -49,12 +49,11 @@ class Reserving(Scheduler):
 
     def grow_decodes(self) -> list[Sequence]:
         """The decodes of the next iteration, each with room for one more token."""
-        decodes = [sequence for sequence in self.running if sequence.is_decode]
-        for sequence in decodes:
-            while sequence.num_computed >= sequence.kv_capacity and sequence.slot >= 0:
-                if not self.kv.hold(sequence, sequence.num_computed + 1):
-                    self.preempt(max(self.running, key=lambda running: running.index))
-        return [sequence for sequence in decodes if sequence.slot >= 0] if self.num_preempted else decodes
+        full = [sequence for sequence in self.running if sequence.num_computed >= sequence.kv_capacity]
+        for sequence in full:  # a prompt is not among them: it has all its blocks
+            while sequence.slot >= 0 and not self.kv.hold(sequence, sequence.num_computed + 1):
+                self.preempt(max(self.running, key=lambda running: running.index))
+        return [sequence for sequence in self.running if sequence.is_decode]
 
     def decode_run_length(self, batch: Batch) -> int:
         """As long as none of the decodes finishes and the free blocks last, the next batch is the same.

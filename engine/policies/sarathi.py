@@ -27,8 +27,8 @@ class Sarathi(Reserving):
         left = self.budget - len(decodes)
         chunks: list[Sequence] = []
         chunk_tokens: list[int] = []
-        prompts = [sequence for sequence in self.running if not sequence.is_decode]
-        for sequence in prompts:
+        has_prompts = left > 0 and len(decodes) < len(self.running)
+        for sequence in [running for running in self.running if not running.is_decode] if has_prompts else ():
             if left <= 0:
                 break
             tokens = min(sequence.num_uncomputed, left)
@@ -36,7 +36,7 @@ class Sarathi(Reserving):
             chunk_tokens.append(tokens)
             left -= tokens
         # A sequence preempted just now waits for the blocks it gave up, so it is not admitted back here.
-        while left > 0 and not self.num_preempted and (admitted := self.admit_next()) is not None:
+        while left > 0 and self.waiting and not self.num_preempted and (admitted := self.admit_next()) is not None:
             if admitted.num_computed and admitted.num_uncomputed == 1:
                 admitted.is_decode = True
                 decodes.append(admitted)
