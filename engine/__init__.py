@@ -1,7 +1,7 @@
 """A chunked-prefill serving engine: model, paged KV cache, schedulers, executors and metrics."""
 
 from .bubbles import BUBBLE_CAUSES, Bubbles, find_bubbles, replay_stages
-from .config import PAPER_POLICIES, POLICY_NAMES, EngineConfig
+from .config import EngineConfig
 from .engine import Engine
 from .executor import (
     AnyExecutor,
@@ -25,6 +25,7 @@ from .metrics import (
     tbt_quantiles_ms,
 )
 from .pipeline import PIPELINE_STAGES, PipelineResult, replay
+from .policies import PAPER_POLICIES, POLICIES, POLICY_NAMES
 from .record import Iterations, Requests, RunRecord
 from .request import Batch, Request, Sequence, Workload
 from .run import Monitor, Progress
@@ -39,6 +40,7 @@ __all__ = [
     "BUBBLE_CAUSES",
     "PAPER_POLICIES",
     "PIPELINE_STAGES",
+    "POLICIES",
     "POLICY_NAMES",
     "PRESETS",
     "SLO",

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .policies import POLICIES, POLICY_NAMES
 from .token_costs import TokenCosts
 
 #: What runs the model on a device here; see ``engine.kernel_choice``.
 KERNELS = ("auto", "torch", "triton")
-
-#: The policies that the Sarathi-Serve paper compares, and all of them.
-PAPER_POLICIES = ("faster_transformer", "orca", "vllm_v0", "sarathi")
-POLICY_NAMES = (*PAPER_POLICIES, "tile_aligned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +22,8 @@ class EngineConfig:
     max_model_len: most tokens (prompt and output) of one request; longer ones are rejected.
     block_size: tokens per KV block.
     num_kv_blocks: KV blocks; None takes what the executor's memory holds.
-    token_costs: what an iteration costs by its tokens, and its edges; ``tile_aligned`` trims to them and needs it, the
-        other policies do not look at it.
+    token_costs: what an iteration costs by its tokens, and its edges; a policy that trims to them needs it, the
+        others do not look at it.
     seed: draws the prompt token ids of requests that carry none.
 
     Raises ValueError that names the field, its value and the rule.
@@ -49,8 +46,8 @@ class EngineConfig:
             raise ValueError(f"num_kv_blocks={self.num_kv_blocks}: must be at least 1")
         if self.policy not in POLICY_NAMES:
             raise ValueError(f"policy={self.policy!r}: must be one of {', '.join(POLICY_NAMES)}")
-        if self.policy == "tile_aligned" and self.token_costs is None:
-            raise ValueError("token_costs=None: policy='tile_aligned' needs the costs whose edges it trims to")
+        if POLICIES[self.policy].needs_token_costs and self.token_costs is None:
+            raise ValueError(f"token_costs=None: policy={self.policy!r} needs the costs whose edges it trims to")
         if self.token_budget is not None:
             if self.token_budget < 1:
                 raise ValueError(f"token_budget={self.token_budget}: must be at least 1")

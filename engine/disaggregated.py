@@ -17,6 +17,7 @@ from .config import EngineConfig
 from .engine import Engine
 from .metrics import SLO, Distribution
 from .modelled.pipeline import Link
+from .policies import POLICIES
 from .record import FloatArray, IntArray, RunRecord
 from .request import Request, Workload
 
@@ -127,8 +128,9 @@ def serve_disaggregated(
     ``transfer`` sends it. A decode that loses its blocks there is prefilled again there. Raises ValueError when a
     request is longer than the configs allow, or ``decode`` is no policy that takes requests with their cache.
     """
-    if decode.policy != "sarathi":
-        raise ValueError(f"policy={decode.policy!r}: must be sarathi on decode instances")
+    if not POLICIES[decode.policy].takes_cached:
+        names = " or ".join(name for name, policy in POLICIES.items() if policy.takes_cached)
+        raise ValueError(f"policy={decode.policy!r}: must be {names} on decode instances")
     requests = workload.requests
     prompts = [replace(request, output_tokens=1, prompt_token_ids=None) for request in requests]
     first = _run(engine, prompts, split.num_prefill, prefill)

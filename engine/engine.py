@@ -99,7 +99,7 @@ class _SerialRun(Run):
             batch = scheduler.schedule()
             if not (batch.decodes or batch.chunks):
                 raise AssertionError(f"policy {self.config.policy} scheduled an empty iteration with work waiting")
-            num_iterations = 1 if self.decode_runner is None or batch.chunks else self._run_length(batch, now_s)
+            num_iterations = 1 if self.decode_runner is None else self._run_length(batch, now_s)
             gaps_s: list[float] | FloatArray = []
             model_s = 0.0
             if num_iterations > 1:
@@ -160,7 +160,7 @@ class _SerialRun(Run):
         """Iterations of decodes to advance in one step: how long the batch surely stays the same, cut short where the
         next arrival is expected (the exact cut comes with the durations)."""
         length = self.scheduler.decode_run_length(batch)
-        if self.pending and self.decode_s > 0.0:
+        if length > 1 and self.pending and self.decode_s > 0.0:
             until_arrival = (self.pending[-1].arrival_s - now_s) / self.decode_s
             if until_arrival < length:
                 return min(length, int(1.05 * until_arrival) + 2)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .request import Sequence
+
 
 class BlockManager:
-    """Hands out KV blocks to slots (running sequences) and takes them back.
+    """Lets running sequences hold a slot and KV blocks, and takes them back.
 
     ``block_table`` is int32 ``[max_num_seqs, max_blocks_per_seq]``: row ``slot`` lists the blocks of the
     sequence that holds the slot, in token order; entries past its length are stale. Blocks are reused last
@@ -39,9 +41,9 @@ class BlockManager:
         self.with_table = with_table
         rows = max_num_seqs if with_table else 0
         self.block_table: npt.NDArray[np.int32] = np.zeros((rows, max_blocks_per_seq), dtype=np.int32)
+        self._max_blocks_per_seq = max_blocks_per_seq
         self._free_blocks = list(range(num_blocks - 1, -1, -1)) if with_table else []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._num_held = [0] * max_num_seqs
 
     @property
     def num_used(self) -> int:
@@ -57,46 +59,39 @@ class BlockManager:
         """Blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, num_tokens: int) -> int:
-        """Take a slot and the blocks for ``num_tokens``; returns the slot.
+    def hold(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Let ``sequence`` hold a slot and the blocks of its first ``num_tokens`` tokens, some of which it may hold
+        already. False, and nothing is taken, when the free blocks do not suffice.
 
-        Raises ValueError when no slot is free or the blocks do not suffice; ask ``num_free`` first.
+        Raises ValueError when no slot is free, or a row of the table is too short.
         """
-        if not self._free_slots:
-            raise ValueError("no free slot: max_num_seqs sequences run already")
-        slot = self._free_slots.pop()
-        try:
-            self.append_blocks(slot, self.blocks_for(num_tokens))
-        except ValueError:
-            self._free_slots.append(slot)
-            raise
-        return slot
-
-    def append_block(self, slot: int) -> bool:
-        """Give ``slot`` one more block; False when none is free."""
-        if not self.num_free:
-            return False
-        self.append_blocks(slot, 1)
-        return True
-
-    def append_blocks(self, slot: int, count: int) -> None:
-        """Give ``slot`` ``count`` more blocks. Raises ValueError when they are not free."""
-        held = self._num_held[slot]
+        count = -(-(num_tokens - sequence.kv_capacity) // self.block_size)
+        if count <= 0:
+            return True
         if count > self.num_free:
-            raise ValueError(f"{count} KV blocks asked for, {self.num_free} are free")
-        if held + count > self.block_table.shape[1]:
-            raise ValueError(f"slot {slot} would hold {held + count} blocks, the table has {self.block_table.shape[1]}")
+            return False
+        slot, held = sequence.slot, sequence.kv_capacity // self.block_size
+        if held + count > self._max_blocks_per_seq:
+            raise ValueError(
+                f"request {sequence.index} would hold {held + count} blocks, the table has {self._max_blocks_per_seq}"
+            )
+        if slot < 0:
+            if not self._free_slots:
+                raise ValueError("no free slot: max_num_seqs sequences run already")
+            slot = sequence.slot = self._free_slots.pop()
         if self.with_table:
             self.block_table[slot, held : held + count] = self._free_blocks[: -count - 1 : -1]
             del self._free_blocks[self.num_free - count :]
         self.num_free -= count
-        self._num_held[slot] = held + count
+        sequence.kv_capacity += count * self.block_size
+        return True
 
-    def free(self, slot: int) -> None:
-        """Take back the slot and all its blocks."""
-        held = self._num_held[slot]
+    def release(self, sequence: Sequence) -> None:
+        """Take back the slot of ``sequence`` and all its blocks."""
+        held = sequence.kv_capacity // self.block_size
         if self.with_table:
-            self._free_blocks.extend(self.block_table[slot, :held][::-1].tolist())
+            self._free_blocks.extend(self.block_table[sequence.slot, :held][::-1].tolist())
         self.num_free += held
-        self._num_held[slot] = 0
-        self._free_slots.append(slot)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+        sequence.kv_capacity = 0

@@ -48,8 +48,8 @@ class PipelinedRun(Run):
     def __init__(self, executor: PipelinedExecutor, workload: Workload, config: EngineConfig, kv: BlockManager) -> None:
         super().__init__(executor, workload, config, kv)
         self.executor = executor
-        self.waiting: deque[Sequence] = deque()
-        self.lanes = [make_scheduler(config, kv, self.waiting) for _ in range(executor.num_stages)]
+        waiting: deque[Sequence] = deque()
+        self.lanes = [make_scheduler(config, kv, waiting) for _ in range(executor.num_stages)]
         self.in_flight: deque[_InFlight] = deque()
         self.num_preempted = 0  # by lanes that then had nothing to run; the next micro-batch carries them
         self.virtual_s = 0.0
@@ -80,7 +80,7 @@ class PipelinedRun(Run):
         """Queue what has arrived; returns the time."""
         now_s = self._now()
         while self.pending and self.pending[-1].arrival_s <= now_s:
-            self.waiting.append(self.pending.pop())
+            self.lanes[0].add(self.pending.pop())  # all lanes have one queue
         return now_s
 
     def _fill(self, now_s: float) -> None:

@@ -88,21 +88,22 @@ class Workload:
 class Sequence:
     """The engine's state of one request.
 
-    ``num_tokens`` counts the known tokens (prompt and generated), ``num_computed`` those whose keys and
-    values are in the cache. A prefill (the first, or the recomputation after a preemption) runs until
-    ``num_computed == num_tokens``; that iteration yields the next token. ``slot`` is the row of the block
-    table that it holds while it runs, -1 otherwise; ``kv_capacity`` the tokens its blocks can hold. ``was_deferred``
-    says that a policy has put part of its prompt off once.
+    ``num_tokens`` counts the known tokens (prompt and generated), of ``total_tokens`` at the end; ``num_computed``
+    those whose keys and values are in the cache. A prefill (the first, or the recomputation after a preemption) runs
+    until ``num_computed == num_tokens``; that iteration yields the next token. ``slot`` is the row of the block table
+    that it holds while it runs, -1 otherwise; ``kv_capacity`` the tokens its blocks can hold. ``is_decode`` says that
+    its prefill has ended, so that it gets a token in each iteration. ``note`` is what the policy remembers of it.
     """
 
     __slots__ = (
         "arrival_s",
         "first_scheduled_s",
         "index",
+        "is_decode",
         "kv_capacity",
         "last_token_s",
+        "note",
         "num_computed",
-        "num_generated",
         "num_preemptions",
         "num_tokens",
         "output_tokens",
@@ -110,7 +111,7 @@ class Sequence:
         "request",
         "slot",
         "token_ids",
-        "was_deferred",
+        "total_tokens",
     )
 
     def __init__(self, index: int, request: Request, token_ids: npt.NDArray[np.int64] | None = None) -> None:
@@ -119,16 +120,17 @@ class Sequence:
         self.arrival_s = request.arrival_s
         self.prompt_tokens = request.prompt_tokens
         self.output_tokens = request.output_tokens
+        self.total_tokens = request.total_tokens
         self.num_tokens = request.prompt_tokens
         self.num_computed = request.cached_tokens
-        self.num_generated = 0
         self.num_preemptions = 0
         self.slot = -1
         self.kv_capacity = 0
         self.first_scheduled_s = float("nan")
         self.last_token_s = float("nan")
         self.token_ids = token_ids
-        self.was_deferred = False
+        self.is_decode = False
+        self.note: str | None = None
 
     @property
     def num_uncomputed(self) -> int:
@@ -136,9 +138,14 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
+    def num_generated(self) -> int:
+        """Output tokens so far."""
+        return self.num_tokens - self.prompt_tokens
+
+    @property
     def finished(self) -> bool:
         """True once every output token is generated."""
-        return self.num_generated >= self.output_tokens
+        return self.num_tokens >= self.total_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -266,9 +266,7 @@ def _decode_at(index: int, context_tokens: int, executor: AnyExecutor, kv: Block
     sequence = Sequence(index, request, token_ids)
     sequence.num_tokens = context_tokens
     sequence.num_computed = context_tokens - 1
-    sequence.num_generated = 1
-    sequence.slot = kv.allocate(context_tokens)
-    sequence.kv_capacity = kv.blocks_for(context_tokens) * kv.block_size
+    kv.hold(sequence, context_tokens)
     return sequence
 
 

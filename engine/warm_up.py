@@ -34,14 +34,16 @@ def make_warm_up(config: EngineConfig, kv: BlockManager) -> WarmUp:
     longest = min(config.max_model_len, kv.num_blocks * kv.block_size)
     chunk = min(config.token_budget or longest, longest)
     sequence = _sequence(chunk)
-    sequence.slot = scratch.allocate(chunk)
+    scratch.hold(sequence, chunk)
     decodes = [_sequence(1) for _ in range(min(config.max_num_seqs, kv.num_blocks))]
     prompt = Batch([], [sequence], [chunk])
-    # Freed before it runs, so that the decodes fit beside it; its row of the table still lists its blocks, for the
+    # Released before it runs, so that the decodes fit beside it; its row of the table still lists its blocks, for the
     # first decode takes the row and the first block, which are reused last freed first.
-    scratch.free(sequence.slot)
+    slot = sequence.slot
+    scratch.release(sequence)
+    sequence.slot = slot
     for decode in decodes:
-        decode.slot = scratch.allocate(1)
+        scratch.hold(decode, 1)
     return WarmUp(
         kv=scratch,
         batches=(prompt, prompt, Batch(decodes), Batch(decodes[:1])),

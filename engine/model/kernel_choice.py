@@ -166,7 +166,7 @@ def _attention_batch(batch: str, rows: int, context: int, device: torch.device) 
     for index in range(count):
         request = Request(arrival_s=0.0, prompt_tokens=context, output_tokens=1)
         sequence = Sequence(index, request, np.zeros(context, dtype=np.int64))
-        sequence.slot = kv.allocate(context)
+        kv.hold(sequence, context)
         sequence.num_computed = context - (1 if batch == "decodes" else rows)
         sequences.append(sequence)
     made = Batch(sequences) if batch == "decodes" else Batch([], sequences, [rows])

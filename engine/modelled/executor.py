@@ -14,6 +14,7 @@ from ..executor import OutOfMemoryError, StepResult
 from ..kv_cache import BlockManager
 from ..model.config import ModelConfig
 from ..model.hf_config import resolve_model
+from ..policies import POLICIES
 from ..request import Batch
 
 #: Share of the device's memory for weights and KV cache together, vLLM's default.
@@ -136,8 +137,8 @@ def batch_shape(batch: Batch) -> tuple[list[tuple[int, int]], int, int, int]:
 
 def unroll(table: LatencyTable, config: EngineConfig, before: CompiledLatency | None = None) -> CompiledLatency:
     """``table`` unrolled as far as the largest batch of ``config``; ``before``, if that goes as far."""
-    whole_prompts = config.token_budget is None or config.policy in ("faster_transformer", "orca")
-    wanted = LARGEST_UNROLLED_TOKENS if whole_prompts else max(config.token_budget or 0, config.max_num_seqs)
+    budget = config.token_budget if POLICIES[config.policy].heeds_budget else None
+    wanted = LARGEST_UNROLLED_TOKENS if budget is None else max(budget, config.max_num_seqs)
     num_tokens = min(max(wanted, config.max_num_seqs), LARGEST_UNROLLED_TOKENS)
     if before is not None and before.max_tokens >= num_tokens and before.max_requests >= config.max_num_seqs:
         return before

@@ -42,7 +42,7 @@ class IterationTimer:
             return [self._time_ms(batch) for _ in range(num_samples)]
         finally:
             for sequence in (*batch.decodes, *batch.chunks):
-                self._kv.free(sequence.slot)
+                self._kv.release(sequence)
 
     def _time_ms(self, batch: Batch) -> float:
         began = perf_counter()
@@ -67,8 +67,7 @@ class IterationTimer:
         ids = self._random.integers(0, self.executor.vocab_size, known) if self.executor.needs_token_ids else None
         sequence = Sequence(index, request, ids)
         sequence.num_computed = end - tokens
-        sequence.slot = self._kv.allocate(end)
-        sequence.kv_capacity = self._kv.blocks_for(end) * self._kv.block_size
+        self._kv.hold(sequence, end)
         return sequence
 
 

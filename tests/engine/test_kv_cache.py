@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tilebudget.engine import BlockManager
+from tilebudget.engine import BlockManager, Request, Sequence
 
 
 def manager(num_blocks: int = 8, max_num_seqs: int = 4, max_blocks_per_seq: int = 6) -> BlockManager:
@@ -14,14 +14,24 @@ def manager(num_blocks: int = 8, max_num_seqs: int = 4, max_blocks_per_seq: int 
     )
 
 
-def test_allocate_takes_whole_blocks() -> None:
-    kv = manager()
-    slot = kv.allocate(33)
-    assert (kv.num_used, kv.num_free, kv.num_free_slots) == (3, 5, 3)
-    assert kv.append_block(slot)
-    assert len(set(kv.block_table[slot, :4].tolist())) == 4
-    kv.free(slot)
-    assert (kv.num_used, kv.num_free_slots) == (0, 4)
+def sequence(index: int = 0) -> Sequence:
+    return Sequence(index, Request(arrival_s=0.0, prompt_tokens=40, output_tokens=9))
+
+
+def blocks_of(kv: BlockManager, holder: Sequence) -> list[int]:
+    return [int(block) for block in kv.block_table[holder.slot, : holder.kv_capacity // 16]]
+
+
+def test_a_sequence_holds_whole_blocks_for_its_tokens() -> None:
+    kv, holder = manager(num_blocks=4), sequence()
+    assert kv.hold(holder, 17)
+    assert (holder.slot, holder.kv_capacity, kv.num_used, kv.num_free_slots) == (0, 32, 2, 3)
+    assert kv.hold(holder, 32), "held already"
+    assert kv.num_used == 2
+    assert kv.hold(holder, 33)
+    assert len(set(blocks_of(kv, holder))) == 3
+    kv.release(holder)
+    assert (holder.slot, holder.kv_capacity, kv.num_used, kv.num_free_slots) == (-1, 0, 0, 4)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (160, 10)])
@@ -30,40 +40,43 @@ def test_blocks_for(tokens: int, blocks: int) -> None:
 
 
 def test_the_block_freed_last_is_used_first() -> None:
-    kv = manager()
-    first, second = kv.allocate(16), kv.allocate(16)
-    block = kv.block_table[first, 0]
-    kv.free(first)
-    assert kv.append_block(second)
-    assert kv.block_table[second, 1] == block
+    kv, first, second = manager(), sequence(0), sequence(1)
+    kv.hold(first, 16)
+    kv.hold(second, 16)
+    (block,) = blocks_of(kv, first)
+    kv.release(first)
+    kv.hold(second, 32)
+    assert blocks_of(kv, second)[1] == block
 
 
 def test_used_blocks_stay_at_the_low_end() -> None:
-    kv = manager()
+    kv, holder = manager(), sequence()
     for _ in range(3):
-        slot = kv.allocate(48)
-        assert kv.block_table[slot, :3].tolist() == [0, 1, 2]
-        kv.free(slot)
+        kv.hold(holder, 48)
+        assert blocks_of(kv, holder) == [0, 1, 2]
+        kv.release(holder)
 
 
 def test_refusals_leave_nothing_taken() -> None:
-    kv = manager(num_blocks=2, max_num_seqs=1)
-    with pytest.raises(ValueError, match=r"3 KV blocks asked for, 2 are free"):
-        kv.allocate(48)
-    assert (kv.num_used, kv.num_free_slots) == (0, 1)
-    slot = kv.allocate(32)
-    assert not kv.append_block(slot)
+    kv, holder = manager(num_blocks=2, max_num_seqs=1), sequence()
+    assert not kv.hold(holder, 48)
+    assert (holder.slot, kv.num_used, kv.num_free_slots) == (-1, 0, 1)
+    assert kv.hold(holder, 16)
+    assert not kv.hold(holder, 48)
+    assert (holder.kv_capacity, kv.num_used) == (16, 1)
     with pytest.raises(ValueError, match="no free slot"):
-        kv.allocate(16)
+        kv.hold(sequence(1), 16)
+    assert kv.num_used == 1
 
 
 def test_a_row_cannot_outgrow_the_table() -> None:
-    kv = manager(max_blocks_per_seq=2)
-    with pytest.raises(ValueError, match="would hold 3 blocks, the table has 2"):
-        kv.allocate(48)
-    slot = kv.allocate(32)
-    with pytest.raises(ValueError, match="would hold 3 blocks, the table has 2"):
-        kv.append_block(slot)
+    kv, holder = manager(max_blocks_per_seq=2), sequence(3)
+    with pytest.raises(ValueError, match="request 3 would hold 3 blocks, the table has 2"):
+        kv.hold(holder, 48)
+    assert (holder.slot, kv.num_used) == (-1, 0)
+    kv.hold(holder, 32)
+    with pytest.raises(ValueError, match="request 3 would hold 3 blocks, the table has 2"):
+        kv.hold(holder, 33)
     assert kv.num_used == 2
 
 
@@ -79,21 +92,23 @@ def test_sizes_below_one_are_refused(name: str) -> None:
         )
 
 
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "append", "free"]), st.integers(1, 60)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["start", "grow", "release"]), st.integers(1, 60)), max_size=60))
 def test_no_block_is_ever_shared_or_lost(operations: list[tuple[str, int]]) -> None:
     kv = manager(num_blocks=10, max_num_seqs=3, max_blocks_per_seq=6)
-    held: dict[int, int] = {}
+    held: list[Sequence] = []
     for operation, number in operations:
-        if operation == "allocate" and kv.num_free_slots and kv.blocks_for(number) <= kv.num_free:
-            held[kv.allocate(number)] = kv.blocks_for(number)
+        if operation == "start" and kv.num_free_slots:
+            starting = sequence()
+            if kv.hold(starting, number):
+                held.append(starting)
         elif held:
-            slot = sorted(held)[number % len(held)]
-            if operation == "free":
-                kv.free(slot)
-                del held[slot]
-            elif held[slot] < 6 and kv.append_block(slot):
-                held[slot] += 1
-        owned = [block for slot, count in held.items() for block in kv.block_table[slot, :count].tolist()]
+            holder = held[number % len(held)]
+            if operation == "release":
+                kv.release(holder)
+                held.remove(holder)
+            elif holder.kv_capacity < 6 * 16:
+                kv.hold(holder, holder.kv_capacity + 1)
+        owned = [block for holder in held for block in blocks_of(kv, holder)]
         assert len(set(owned)) == len(owned) == kv.num_used
         assert set(owned) <= set(range(10))
         assert kv.num_free_slots == 3 - len(held)

@@ -27,7 +27,7 @@ def prompt_logits(model: Model, token_ids: list[int], *, every_row: bool = True)
     kv = BlockManager(num_blocks=64, block_size=4, max_num_seqs=1, max_blocks_per_seq=64)
     request = Request(arrival_s=0.0, prompt_tokens=len(token_ids), output_tokens=1)
     sequence = Sequence(0, request, np.array(token_ids))
-    sequence.slot = kv.allocate(len(token_ids))
+    kv.hold(sequence, len(token_ids))
     step = build_input(Batch([], [sequence], [len(token_ids)]), kv, CPU)
     if every_row:
         step = replace(step, emit_rows=torch.arange(len(token_ids)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_executor import TOKEN_COSTS
-from tilebudget.engine import POLICY_NAMES, Batch, Engine, EngineConfig, Request, StepResult, Workload
+from tilebudget.engine import POLICIES, POLICY_NAMES, Batch, Engine, EngineConfig, Request, StepResult, Workload
 from tilebudget.engine.model.model import Model
 from tilebudget.engine.torch_executor import TorchExecutor
 from torch import Tensor
@@ -101,5 +101,5 @@ def test_greedy_outputs_equal_transformers(
     assert record.outputs == expected.outputs
     for index, rows in executor.logits.items():
         torch.testing.assert_close(torch.stack(rows), expected.logits[index], atol=1e-4, rtol=0)
-    can_preempt = policy in ("vllm_v0", "sarathi", "tile_aligned")
+    can_preempt = POLICIES[policy].victim is not None
     assert (record.iterations.num_preemptions.sum() > 0) == (num_kv_blocks == TIGHT and can_preempt)

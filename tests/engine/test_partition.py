@@ -165,5 +165,5 @@ def one_chunk(token_ids: list[int]) -> ModelInput:
     kv = BlockManager(num_blocks=64, block_size=4, max_num_seqs=1, max_blocks_per_seq=64)
     request = Request(arrival_s=0.0, prompt_tokens=len(token_ids), output_tokens=1)
     sequence = Sequence(0, request, np.array(token_ids))
-    sequence.slot = kv.allocate(len(token_ids))
+    kv.hold(sequence, len(token_ids))
     return build_input(Batch([], [sequence], [len(token_ids)]), kv, CPU)

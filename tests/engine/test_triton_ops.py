@@ -83,7 +83,7 @@ class Server:
         """A request with blocks for its prompt and 40 more tokens."""
         request = Request(arrival_s=0.0, prompt_tokens=prompt_tokens, output_tokens=40)
         sequence = Sequence(0, request, self.rng.integers(0, LLAMA.vocab_size, prompt_tokens + 40))
-        sequence.slot = self.kv.allocate(prompt_tokens + 40)
+        self.kv.hold(sequence, prompt_tokens + 40)
         return sequence
 
     def step(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]] | None = None) -> None:
@@ -186,7 +186,8 @@ def test_padding_rows_write_nothing() -> None:
     graphs = DecodeGraphs(model, pages, max_num_seqs=4, max_blocks_per_seq=2, capture=False)
     kv = BlockManager(num_blocks=4, block_size=4, max_num_seqs=4, max_blocks_per_seq=2)
     sequence = Sequence(0, Request(arrival_s=0.0, prompt_tokens=6, output_tokens=1), np.arange(6))
-    sequence.slot, sequence.num_computed = kv.allocate(6), 5
+    kv.hold(sequence, 6)
+    sequence.num_computed = 5
     graphs.sizes = [4]
     assert graphs.load(Batch([sequence]), kv) == 4
     assert len(graphs.launch(4)) == 4

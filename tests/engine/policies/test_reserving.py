@@ -1,4 +1,4 @@
-"""What the policies share: admission, preemption by recomputation, and the step after an iteration."""
+"""What policies share that reserve the blocks of a prompt: admission, preemption, and the step after an iteration."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import pytest
 from fake_executor import TOKEN_COSTS
 from tilebudget.engine import Batch, BlockManager, EngineConfig, Request, Sequence
 from tilebudget.engine.policies import POLICIES, make_scheduler
-from tilebudget.engine.scheduler import Scheduler
+from tilebudget.engine.policies.reserving import Reserving
 
 
 def scheduler(
     policy: str = "sarathi", *, num_blocks: int = 100, max_num_seqs: int = 8, token_budget: int | None = 100
-) -> Scheduler:
+) -> Reserving:
     config = EngineConfig(
         policy=policy, max_num_seqs=max_num_seqs, token_budget=token_budget, block_size=4, token_costs=TOKEN_COSTS
     )
     kv = BlockManager(num_blocks=num_blocks, block_size=4, max_num_seqs=max_num_seqs, max_blocks_per_seq=64)
-    return make_scheduler(config, kv)
+    made = make_scheduler(config, kv)
+    assert isinstance(made, Reserving)
+    return made
 
 
-def add(target: Scheduler, index: int, prompt: int, output: int) -> Sequence:
+def add(target: Reserving, index: int, prompt: int, output: int) -> Sequence:
     sequence = Sequence(index, Request(arrival_s=0.0, prompt_tokens=prompt, output_tokens=output))
     target.add(sequence)
     return sequence
 
 
-def step(target: Scheduler) -> Batch:
+def step(target: Reserving) -> Batch:
     batch = target.schedule()
     target.commit(batch)
     return batch
@@ -120,7 +122,8 @@ def test_commit_returns_decodes_then_ended_chunks() -> None:
     assert target.commit(batch) == [first, second]
     assert second.finished
     assert second.slot == -1
-    assert target.prefilling == [third]
+    assert target.running == [first, third]
+    assert (first.is_decode, third.is_decode) == (True, False)
     assert (third.num_computed, third.num_uncomputed) == (4, 5)
 
 

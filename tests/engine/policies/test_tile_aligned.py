@@ -22,8 +22,10 @@ from tilebudget.engine import (
     Workload,
     compute_metrics,
 )
-from tilebudget.engine import policies as policies_module
-from tilebudget.engine.policies import Sarathi, TileAligned
+from tilebudget.engine.policies import POLICIES
+from tilebudget.engine.policies.sarathi import Sarathi
+from tilebudget.engine.policies.tile_aligned import TileAligned
+from tilebudget.engine.scheduler import SchedulerSettings
 
 EDGES = TokenCosts.from_edges(range(16, 513, 16))
 
@@ -87,7 +89,7 @@ class Audited(TileAligned):
 
     latest: Audited
 
-    def __init__(self, config: EngineConfig, kv: BlockManager, waiting: deque[Sequence] | None = None) -> None:
+    def __init__(self, config: SchedulerSettings, kv: BlockManager, waiting: deque[Sequence] | None = None) -> None:
         super().__init__(config, kv, waiting)
         self.put_off: set[int] = set()
         self.put_off_now: set[int] = set()
@@ -98,13 +100,13 @@ class Audited(TileAligned):
         twin.__class__ = Sarathi  # type: ignore[assignment]
         wanted, got = twin.schedule(), super().schedule()
         assert [each.index for each in got.decodes] == [each.index for each in wanted.decodes]
-        assert [each.index for each in self.prefilling] == [each.index for each in twin.prefilling]
+        assert [each.index for each in self.running] == [each.index for each in twin.running]
         assert len(self.waiting) == len(twin.waiting)
         self.check(tokens_by_request(wanted), tokens_by_request(got), wanted)
         return got
 
     def check(self, wanted: dict[int, int], got: dict[int, int], batch: Batch) -> None:
-        left = {each.index: each.num_uncomputed for each in self.prefilling}
+        left = {each.index: each.num_uncomputed for each in self.running if not each.is_decode}
         for index in self.put_off_now:
             if index in left:
                 assert got.get(index) == left[index], "a deferred request was not finished by the next iteration"
@@ -157,7 +159,7 @@ def test_deferral_is_bounded(
         token_costs=costs,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(policies_module.POLICIES, "tile_aligned", Audited)
+        patch.setitem(POLICIES, "tile_aligned", Audited)
         record = Engine(FakeExecutor()).run(load, config)
     assert set(record.requests.status) == {"finished"}
     assert (np.diff(record.requests.first_scheduled_s) >= 0.0).all(), "first come, first served"
@@ -165,7 +167,7 @@ def test_deferral_is_bounded(
 
 def test_the_audit_sees_deferrals(monkeypatch: pytest.MonkeyPatch) -> None:
     """The property above is not empty: a plain workload has many."""
-    monkeypatch.setitem(policies_module.POLICIES, "tile_aligned", Audited)
+    monkeypatch.setitem(POLICIES, "tile_aligned", Audited)
     rng = np.random.default_rng(0)
     rows = zip(np.cumsum(rng.exponential(0.004, 60)).tolist(), rng.integers(1, 90, 60).tolist(), [8] * 60, strict=True)
     batches(workload(*rows))
