@@ -37,7 +37,7 @@ from .help import GroupedCommand, GroupedCommands
 from .options import DEVICE, ENGINE, RUNTIME, SERVER, STUDY, TRAFFIC, Json, Setting, takes
 from .problem import load_workload, read_staircase, staircase_costs, workload_summary
 from .profiles import default_profile_path, profile_device
-from .recommendation.recommendation import CONTAINER, FORMATS
+from .recommendation.recommendation import CONTAINER, FORMATS, check_format
 from .recommendation.schema import published_schema
 from .recommendation.store import NearestMatchWarning, load_recommendation
 from .run_folder.run_folder import default_run_dir
@@ -409,6 +409,7 @@ def show_command(
         return
     if recommendation is None:
         raise ValueError("recommendation=None: name a run folder, a recommendation.json, or a model in the store")
+    check_format(format_name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NearestMatchWarning)
         found = load_recommendation(

@@ -15,7 +15,15 @@ from ..engine.modelled.executor import ModelledExecutor
 from ..engine.modelled.pipeline import AnyModelled, Link, ModelledPipeline
 from ..engine.server.engine import Target
 from ..engine.torch_executor import TorchExecutor
-from ..kernels.latency.silicon import FRAMEWORKS, SiliconError, SystemInfo, SystemSpec, list_systems, system_spec
+from ..kernels.latency.silicon import (
+    FRAMEWORKS,
+    Silicon,
+    SiliconError,
+    SystemInfo,
+    SystemSpec,
+    list_systems,
+    system_spec,
+)
 from .config import TuneConfig
 from .profiles import list_profiles, profile_executor
 from .words import check_system, fitting_systems
@@ -172,18 +180,24 @@ def make_executor(config: TuneConfig) -> AnyExecutor:
 def modelled_kernels(config: TuneConfig) -> str:
     """The framework whose tables model the device: the one named, else the first that was measured on it.
 
-    Raises ValueError for a system that there is not, SiliconError when nothing was measured on it.
+    Raises ValueError for a system that there is not or that was not measured so, SiliconError when nothing was measured
+    on it.
     """
     check_system(config.device)
     measured = next(system.frameworks for system in list_systems() if system.system == config.device)
-    if config.kernels is None and not measured:
+    if not measured:
         raise SiliconError(f"nothing was measured on {config.device}: there is only its data sheet")
+    if config.kernels is not None and config.kernels not in measured:
+        raise ValueError(f"kernels={config.kernels!r}: {config.device} was measured with {', '.join(measured)}")
     return config.kernels or next(framework for framework in FRAMEWORKS if framework in measured)
 
 
 def _modelled_executor(config: TuneConfig) -> AnyModelled:
     framework = modelled_kernels(config)
     dtype = "bf16" if config.dtype == "auto" else config.dtype
+    having = Silicon.open(config.device, framework).gemm_dtypes()
+    if dtype not in having:
+        raise ValueError(f"dtype={dtype!r}: {config.device} was measured in {', '.join(having)} with {framework}")
     if config.pipeline_parallel == 1:
         return ModelledExecutor.from_silicon(
             config.model,

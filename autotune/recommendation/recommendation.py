@@ -43,6 +43,13 @@ class Key:
         return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
+def check_format(format_name: str) -> None:
+    """Raises ValueError, with the nearest name, for what is none of ``FORMATS``."""
+    if format_name not in FORMATS:
+        near = did_you_mean(format_name, FORMATS)
+        raise ValueError(f"format={format_name!r}: must be one of {', '.join(FORMATS)}{near}")
+
+
 def model_key(model: str | Path) -> str:
     """The model's name in a key: a folder's own name, a preset's for its hub ids, anything else as it is."""
     path = Path(model)
@@ -284,6 +291,7 @@ class Recommendation:
         ``container`` of a deployment run vLLM so. ``json``: all of it. ``page_size`` is SGLang's. Raises ValueError for
         an unknown format, and for a server that does not have the policy.
         """
+        check_format(format_name)
         if format_name == "sglang":
             return exports.server_flags("sglang", self.sglang_args(page_size=page_size))
         if format_name in exports.SERVER_ARGS:
@@ -295,10 +303,7 @@ class Recommendation:
         if format_name == "kubernetes":
             words = [self.launch_model, *exports.to_words(self.vllm_args())]
             return exports.to_kubernetes_patch(["vllm", "serve"], words, container=container)
-        if format_name == "json":
-            return json.dumps(self.to_json(), indent=2)
-        near = did_you_mean(format_name, FORMATS)
-        raise ValueError(f"format={format_name!r}: must be one of {', '.join(FORMATS)}{near}")
+        return json.dumps(self.to_json(), indent=2)
 
     def launch_commands(self) -> dict[str, str]:
         """The whole launch line of each server that has the policy; empty when there is no budget."""
