@@ -188,7 +188,9 @@ def modelled_kernels(config: TuneConfig) -> str:
     if not measured:
         raise SiliconError(f"nothing was measured on {config.device}: there is only its data sheet")
     if config.kernels is not None and config.kernels not in measured:
-        raise ValueError(f"kernels={config.kernels!r}: {config.device} was measured with {', '.join(measured)}")
+        raise ValueError(
+            f"kernels={config.kernels!r}: must be one of {', '.join(measured)}, as measured on {config.device}"
+        )
     return config.kernels or next(framework for framework in FRAMEWORKS if framework in measured)
 
 
@@ -197,7 +199,7 @@ def _modelled_executor(config: TuneConfig) -> AnyModelled:
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     having = Silicon.open(config.device, framework).gemm_dtypes()
     if dtype not in having:
-        raise ValueError(f"dtype={dtype!r}: {config.device} was measured in {', '.join(having)} with {framework}")
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(having)}, as measured on {config.device}")
     if config.pipeline_parallel == 1:
         return ModelledExecutor.from_silicon(
             config.model,

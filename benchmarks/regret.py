@@ -140,6 +140,7 @@ class MemoRunner(TrialRunner):
         prune: bool = False,
         round_number: int | None = None,
         ask_rps: float | None = None,
+        near_rps: float | None = None,
     ) -> tuple[TrialRow, RunRecord | None]:
         """The row, from memory where the budget was run before; no record."""
         budget = candidate.token_budget

@@ -51,6 +51,7 @@ def find_capacity(
     *,
     rate_rps: float = 1.0,
     ask_rps: float | None = None,
+    near_rps: float | None = None,
     monitor: Callable[[], Monitor] | None = None,
     resolution: float = CAPACITY_RESOLUTION,
 ) -> Capacity:
@@ -58,9 +59,10 @@ def find_capacity(
 
     ``workload`` arrives at ``rate_rps`` requests per second. With ``ask_rps`` the first question is whether that rate
     holds the SLO: a no is all the answer there is, a yes is where the search begins. Without it the first rate is what
-    the engine does with all requests there at once. From there it goes up or down until the SLO turns, then it is
-    bisected; where the SLO turns more than once over the rates, one of these turns is found. ``monitor`` makes the
-    monitor that may stop a run of one rate; a stopped run breaks the SLO.
+    the engine does with all requests there at once, or ``near_rps``, a capacity found before, with small steps. From
+    there it goes up or down until the SLO turns, then it is bisected; where the SLO turns more than once over the
+    rates, one of these turns is found. ``monitor`` makes the monitor that may stop a run of one rate; a stopped run
+    breaks the SLO.
     """
     runs: dict[float, tuple[RunRecord, Metrics]] = {}
 
@@ -82,8 +84,13 @@ def find_capacity(
 
     best_qps: float | None = None
     if ask_rps is None or meets(ask_rps):
-        start_qps = flood_rps() if ask_rps is None else ask_rps
-        best_qps, _ = bisect_rate(meets, start_qps, resolution, limit_qps=lambda: MOST_OVER_FLOOD * flood_rps())
+        best_qps, _ = bisect_rate(
+            meets,
+            ask_rps or near_rps or flood_rps(),
+            resolution,
+            first_step=FIRST_STEP if near_rps is None else 1.0 + 2.0 * resolution,
+            limit_qps=lambda: MOST_OVER_FLOOD * flood_rps(),
+        )
     broken = min((qps for qps in runs if not meets(qps)), default=None)
     if best_qps and broken is None:
         most = max(ask_rps or 0.0, MOST_OVER_FLOOD * flood_rps())
@@ -104,16 +111,18 @@ def bisect_rate(
     start_qps: float,
     resolution: float,
     *,
+    first_step: float = FIRST_STEP,
     limit_qps: Callable[[], float] = lambda: math.inf,
 ) -> tuple[float, float]:
     """The highest rate found that ``meets``, at most ``resolution`` below one that does not, and the lowest one tried.
 
-    0.0 when none of ``MAX_STEPS`` steps down from ``start_qps`` meets; the top rate when every step up does, the
-    first one that reaches ``limit_qps``, which is asked once ``start_qps`` was doubled.
+    The first step goes to ``first_step`` times ``start_qps``, or down to 1 / ``first_step`` of it, and each is the
+    square of the one before. 0.0 when none of ``MAX_STEPS`` steps down from ``start_qps`` meets; the top rate when
+    every step up does, the first one that reaches ``limit_qps``, which is asked once ``start_qps`` was doubled.
     """
     good, bad = 0.0, math.inf
     qps = lowest = start_qps
-    step = FIRST_STEP
+    step = first_step
     for _ in range(MAX_STEPS + 1):
         lowest = min(lowest, qps)
         if meets(qps):

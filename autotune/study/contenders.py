@@ -53,7 +53,7 @@ def repeat_contenders(
         if problem.judge.exact:
             batch_contenders, runs = _once(problem, runner, batch, search_rows, progress)
         else:
-            batch_contenders, runs = _rounds(problem, runner, batch, progress, until_s)
+            batch_contenders, runs = _rounds(problem, runner, batch, search_rows, progress, until_s)
         pairs += runs
         contenders += batch_contenders
         if problem.judge.choose(contenders).status != "infeasible":
@@ -105,7 +105,12 @@ def _with_company(
 
 
 def _rounds(
-    problem: Problem, runner: TrialRunner, batch: Sequence[Candidate], progress: ProgressSink, until_s: float
+    problem: Problem,
+    runner: TrialRunner,
+    batch: Sequence[Candidate],
+    search_rows: Sequence[TrialRow],
+    progress: ProgressSink,
+    until_s: float,
 ) -> tuple[list[Contender], list[RunPair]]:
     """Every candidate once per round, in alternating order, so that drift of the machine hits all of them alike.
 
@@ -115,11 +120,15 @@ def _rounds(
     fewest = problem.config.repeats
     most = MAX_ROUNDS_PER_REPEAT * problem.config.repeats
     runs: list[RunPair] = []
+    capacities = {
+        problem.space.find(*row.setting): qps for row in search_rows if (qps := row.metric("capacity_qps")) > 0.0
+    }
     active, planned = list(batch), fewest * len(batch)
     for number in range(most):
         for candidate in active if number % 2 == 0 else reversed(active):
             run = f"repeat-{candidate.run_suffix}-{number}"
-            runs.append(runner.run(candidate, run=run, role="repeat", round_number=number))
+            near_rps = capacities.get(candidate)
+            runs.append(runner.run(candidate, run=run, role="repeat", round_number=number, near_rps=near_rps))
             progress("repeat", len(runs), max(planned, len(runs)), runs[-1][0])
         contenders = [_contender(problem, candidate, runs) for candidate in batch]
         if number + 1 < fewest:

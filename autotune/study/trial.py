@@ -126,11 +126,13 @@ class TrialRunner:
         prune: bool = False,
         round_number: int | None = None,
         ask_rps: float | None = None,
+        near_rps: float | None = None,
     ) -> tuple[TrialRow, RunRecord | None]:
         """Run one budget; with ``prune`` it stops once its SLO cannot be met any more.
 
         Under ``capacity``, with ``ask_rps`` it is first asked whether it holds the SLO at that rate; where it does not,
-        the row is a pruned one with that bound and nothing else.
+        the row is a pruned one with that bound and nothing else. ``near_rps``: its capacity in an earlier run, near
+        which the search begins.
         """
         began = perf_counter()
         row = replace(self.failed_row(candidate, run, role, None, policy=policy), round=round_number)
@@ -152,7 +154,7 @@ class TrialRunner:
             )
             with device_lock(self.engine if isinstance(self.engine, ServerEngine) else self.engine.executor):
                 if self.objective.name == "capacity":
-                    row, record = self._find_capacity(row, config, ask_rps)
+                    row, record = self._find_capacity(row, config, ask_rps, near_rps)
                 else:
                     record = self.engine.run(self.workload, config, monitor=self._monitor() if prune else None)
                     row = self._score(row, record, compute_metrics(record, self.slo), None)
@@ -161,7 +163,7 @@ class TrialRunner:
         return replace(row, elapsed_s=perf_counter() - began), record
 
     def _find_capacity(
-        self, row: TrialRow, config: EngineConfig, ask_rps: float | None
+        self, row: TrialRow, config: EngineConfig, ask_rps: float | None, near_rps: float | None
     ) -> tuple[TrialRow, RunRecord | None]:
         """The row of a search over rates, and the record that its metrics are of."""
         found = find_capacity(
@@ -171,6 +173,7 @@ class TrialRunner:
             self.slo,
             rate_rps=self.rate_rps,
             ask_rps=ask_rps,
+            near_rps=near_rps,
             monitor=self._monitor,
             resolution=self.objective.resolution,
         )

@@ -162,6 +162,19 @@ def test_a_race_of_capacities_agrees_with_bisecting_each_in_a_third_of_the_runs(
             assert max(row.violations) > 0.0
 
 
+def test_a_capacity_that_is_known_is_found_again_in_few_runs(workload: Workload) -> None:
+    timed = unit_rate(CONFIG, replace(workload, requests=workload.requests * 8))
+    slo = SLO(name="test", tbt_s=0.0301, max_scheduling_delay_s=0.1)
+    first = find_capacity(Engine(StairDevice()), timed, ENGINE, slo, resolution=0.01)
+    assert first.qps is not None
+    again = find_capacity(Engine(StairDevice()), timed, ENGINE, slo, near_rps=first.qps, resolution=0.01)
+    assert again.qps == pytest.approx(first.qps, rel=0.01)
+    assert again.num_runs <= 4
+    # Where it moved by a fifth meanwhile, it is found all the same.
+    moved = find_capacity(Engine(StairDevice()), timed, ENGINE, slo, near_rps=1.2 * first.qps, resolution=0.01)
+    assert moved.qps == pytest.approx(first.qps, rel=0.01)
+
+
 def test_a_trial_under_capacity_has_the_metrics_of_the_given_rate(workload: Workload) -> None:
     timed = scale_load(unit_rate(CONFIG, workload), 3.0)
     slo = SLO(name="test", tbt_s=0.0301, max_scheduling_delay_s=0.02)

@@ -189,6 +189,8 @@ def test_bad_input_exits_2_and_names_flag_value_and_rule(tilebudget: Run, argume
         ("tune --yardstick disaggregated --device cpu", "has --device 'cpu'"),
         ("tiles --min-jump-pct 0", "--min-jump-pct 0.0: must be above 0"),
         ("tiles --max-tokens 0", "--max-tokens 0: must be at least 1"),
+        ("tune --device A100 --dtype fp8", "--dtype 'fp8': must be one of bf16, as measured on a100_sxm"),
+        ("show nowhere --format vlm", "--format 'vlm': must be one of"),
         ("compare one", "RUN_FOLDERS has 1"),
         ("compare", "RUN_FOLDERS"),
         ("worker", "Missing option '--storage'"),
